@@ -1,0 +1,6 @@
+"""One cache of one model: clocks, positions, when to ask the policy, and the report. Knows nothing of transformers."""
+
+from kvstrata.cache.layer import Layer
+from kvstrata.cache.report import LayerReport, Report
+
+__all__ = ["Layer", "LayerReport", "Report"]

@@ -1,0 +1,96 @@
+"""Words and value types that every other module shares.
+
+Letters used for shapes everywhere in this package:
+
+B rows of the batch · L layers · H key-value heads · G query heads per key-value head · D head_dim
+T tokens of the prompt · Q queries of this forward · N entries of a layer now stored
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Phase = Literal["prefill", "decode"]
+PHASES: tuple[Phase, ...] = ("prefill", "decode")
+
+
+class KvstrataError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class SpecError(KvstrataError, ValueError):
+    """A policy, budget or option that cannot work as written; the message names the fix."""
+
+
+class InputError(KvstrataError, ValueError):
+    """Tokens or a mask that the cache cannot accept; nothing was stored."""
+
+
+class UnsupportedModelError(KvstrataError):
+    """A model, or a feature of its attention, that kvstrata refuses to run wrongly."""
+
+
+class Tier(IntEnum):
+    """Where an entry lives after a plan. Coded tiers come between these two."""
+
+    DROP = 0
+    EXACT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A number kept beside every stored entry, moved and freed with it. New entries start at zero."""
+
+    name: str
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one entry's number."""
+        return self.dtype.itemsize
+
+
+POSITION = Column("position", torch.int32)  # index among the row's real tokens; never renumbered
+STEP = Column("step", torch.int32)  # number of the forward that wrote the entry
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What a budget needs to know to turn bytes into entries."""
+
+    num_layers: int  # compressed layers of the model
+    num_kv_heads: int
+    entry_bytes: int  # one stored entry over all key-value heads of one layer, columns included
+    batch_size: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Signals:
+    """What one layer may show a policy after attention. Entries stand in ascending order of position.
+
+    The heads axis of `position`, `valid`, `protected` and of every column is 1 where all heads of the layer hold
+    the same tokens, else H. Slots past a row's length are not `valid` and hold no meaning.
+    """
+
+    layer: int
+    step: int
+    position: Tensor  # [B, 1|H, N] int32
+    valid: Tensor  # [B, 1|H, N] bool
+    protected: Tensor  # [B, 1|H, N] bool; kept whatever the score says
+    columns: Mapping[str, Tensor]  # each [B, 1|H, N]
+    mass: Tensor | None = None  # [B, H, N] fp32: attention received in this forward, summed over the queries asked for
+    keys: Tensor | None = None  # [B, H, N, D]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """Which tier every entry of a layer goes to. Only the store acts on it."""
+
+    tier: Tensor  # [B, 1|H, N], values of `Tier`
+    nan_scores: Tensor | int = 0  # scores that were NaN, as a 0-dim tensor

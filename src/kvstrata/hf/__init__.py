@@ -1,0 +1,43 @@
+"""The seam to transformers: a cache for plain `generate` and for hand-written loops."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from kvstrata.core import SpecError
+from kvstrata.hf import compat
+from kvstrata.hf.attention import attached
+from kvstrata.hf.cache import StrataCache
+from kvstrata.kernels.attention import KERNELS, KernelName
+from kvstrata.policy import Policy, parse_policy
+
+__all__ = ["StrataCache", "compress"]
+
+
+@contextmanager
+def compress(
+    model: PreTrainedModel, policy: Policy | str | Path, *, kernels: KernelName = "reference"
+) -> Generator[StrataCache]:
+    """Open a cache that holds the keys and values of `model` under `policy`.
+
+    Give it to `model.generate(**inputs, past_key_values=cache)` or to a loop of your own, inside the block. Several
+    blocks may be open on one model. Leaving a block, also by an exception, restores the model; the cache can still be
+    read. `policy`: the text of a preset ("h2o:budget=25%"), a Policy, or the path of a YAML file. `kernels="exact"`
+    runs torch's sdpa exactly as transformers would, to prove that a full budget changes nothing.
+
+    Raises `SpecError` for a policy that cannot work and `UnsupportedModelError` for a model that cannot.
+    """
+    if kernels not in KERNELS:
+        raise SpecError(f"kernels={kernels!r}: choose one of {', '.join(KERNELS)}")
+    compat.check_version()
+    compat.check_model(model)
+    cache = StrataCache(model, parse_policy(policy), kernels)
+    with attached(model):
+        try:
+            yield cache
+        finally:
+            cache.close()

@@ -1,0 +1,146 @@
+"""The attention and mask functions that transformers calls by name, and putting that name on a model and off again."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from kvstrata.cache import Layer
+from kvstrata.core import InputError, UnsupportedModelError
+from kvstrata.hf import compat
+
+NAME = "kvstrata"
+
+
+class Handoff(NamedTuple):
+    """What our cache layer gives the attention function in place of keys."""
+
+    layer: Layer
+    keys: Tensor  # [B, H, Q, D], of this forward only
+
+
+class LazyMask:
+    """The padding mask of one forward as the caller gave it; the stock mask is made of it only if somebody needs it."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        self._arguments = arguments
+        self._stock: Tensor | None = None
+        self._made = False
+        self._tokens: list[int] | None = None
+        self._read = False
+
+    def stock(self) -> Tensor | None:
+        """The mask that sdpa would have got."""
+        if not self._made:
+            self._stock, self._made = sdpa_mask(**self._arguments), True
+        return self._stock
+
+    def tokens(self, queries: int, layer: Layer) -> list[int] | None:
+        """Real tokens of each row among this forward's columns; None where there is no pad.
+
+        Raises `InputError` for a mask that does not put the pads first.
+        """
+        if not self._read:
+            mask = cast("Tensor | None", self._arguments["attention_mask"])
+            self._tokens, self._read = _real_tokens(mask, queries, layer), True
+        return self._tokens
+
+
+def _real_tokens(mask: Tensor | None, queries: int, layer: Layer) -> list[int] | None:
+    if mask is None:
+        return None
+    columns = layer.columns_fed + queries
+    if mask.shape[1] not in (columns, queries):
+        raise InputError(
+            f"attention_mask has {mask.shape[1]} columns, but {columns} tokens were fed with these: "
+            "pass the mask of all tokens, past ones included"
+        )
+    new = mask[:, -queries:].bool()
+    tokens: list[int] = new.sum(dim=1).tolist()
+    stored = mask.shape[1] == columns and bool(layer.seen)
+    if stored and mask.sum(dim=1).tolist() != [a + b for a, b in zip(layer.seen, tokens, strict=True)]:
+        raise InputError("attention_mask hides or shows other past tokens than before: they are stored already")
+    if min(tokens) == queries:
+        return None
+    if bool((new[:, 1:] < new[:, :-1]).any()):
+        raise InputError(
+            "pads stand after real tokens (right padding): set tokenizer.padding_side = 'left', "
+            "so that every row ends with its newest token"
+        )
+    return tokens
+
+
+def mask_function(**arguments: Any) -> LazyMask:
+    """Keep what is needed to make a mask; runs before `update`, so it knows no layer yet."""
+    return LazyMask(arguments)
+
+
+def attention_function(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor | Handoff,
+    value: Tensor,
+    attention_mask: Tensor | LazyMask | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attend through our layer when the keys are a handoff; anything else goes to sdpa as if we were not there.
+
+    query [B, H*G, Q, D] -> out [B, Q, H*G, D].
+    """
+    if not isinstance(key, Handoff):
+        mask = attention_mask.stock() if isinstance(attention_mask, LazyMask) else attention_mask
+        return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, **kwargs)
+    for name in compat.REFUSED_ARGUMENTS:
+        if kwargs.get(name) is not None:
+            raise UnsupportedModelError(f"{type(module).__name__} needs {name!r}, which kvstrata does not compute yet")
+    if isinstance(attention_mask, Tensor):
+        raise InputError("a custom 4-D attention mask cannot follow evictions: pass the 2-D padding mask")
+    tokens = attention_mask.tokens(query.shape[2], key.layer) if attention_mask is not None else None
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    out = key.layer.attend(query.detach(), key.keys.detach(), value.detach(), tokens, scale)
+    return out.transpose(1, 2).contiguous(), None
+
+
+@dataclass(slots=True)
+class _Attachment:
+    """A model that has our name on it, for as many caches as are open."""
+
+    original: str | None
+    caches: int = 0
+
+
+# Which models are attached now. Not state of a cache: blocks may end in any order, and the last one restores.
+_attached: WeakKeyDictionary[PreTrainedModel, _Attachment] = WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+@contextmanager
+def attached(model: PreTrainedModel) -> Generator[None]:
+    """Let the model call our attention inside the block; the last block to end puts back what was there."""
+    config = compat.text_config(model)
+    with _lock:
+        AttentionInterface.register(NAME, attention_function)
+        AttentionMaskInterface.register(NAME, mask_function)
+        attachment = _attached.setdefault(model, _Attachment(compat.attention_name(config)))
+        attachment.caches += 1
+        compat.set_attention_name(config, NAME)
+    try:
+        yield
+    finally:
+        with _lock:
+            attachment.caches -= 1
+            if attachment.caches == 0:
+                compat.set_attention_name(config, attachment.original)
+                del _attached[model]

@@ -1,0 +1,1 @@
+"""Attention over stored entries and the signals that come with it. Imports nothing of ours."""

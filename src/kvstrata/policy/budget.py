@@ -1,0 +1,128 @@
+"""How much a layer may keep, in tokens, as a share of what was seen, or in bytes."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal, Protocol
+
+from kvstrata.core import LayerShape, SpecError
+
+
+class Budget(Protocol):
+    """A limit per row and, where heads differ, per head."""
+
+    def limits(self, seen: int, layer: int, shape: LayerShape) -> tuple[int, ...]:
+        """Entries that a layer may keep of a row that has seen `seen` real tokens: one number, or one per head."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """The same number of tokens in every layer and head."""
+
+    count: int
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise SpecError(f"budget={self.count}: keep at least one token")
+
+    def limits(self, seen: int, layer: int, shape: LayerShape) -> tuple[int, ...]:
+        """The number itself."""
+        return (self.count,)
+
+    def __str__(self) -> str:
+        return str(self.count)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadTokens:
+    """A number of tokens for every head, the same in each layer it is used in (one rule per layer for more)."""
+
+    counts: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.counts or min(self.counts) < 1:
+            raise SpecError(f"budget={self.counts}: give at least one token for every head")
+
+    def limits(self, seen: int, layer: int, shape: LayerShape) -> tuple[int, ...]:
+        """One number per head; refuses a model with another number of heads."""
+        if len(self.counts) != shape.num_kv_heads:
+            heads = shape.num_kv_heads
+            raise SpecError(f"budget for {len(self.counts)} heads, but layer {layer} has {heads} key-value heads")
+        return self.counts
+
+    def __str__(self) -> str:
+        return "/".join(map(str, self.counts))
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A share of the tokens a row has seen so far, resolved anew whenever the rule acts."""
+
+    fraction: Fraction
+
+    def __post_init__(self) -> None:
+        if not 0 < self.fraction <= 1:
+            raise SpecError(f"budget={float(self.fraction):%}: give a share above 0% and up to 100%")
+
+    def limits(self, seen: int, layer: int, shape: LayerShape) -> tuple[int, ...]:
+        """Rounded down, at least one."""
+        return (max(1, int(seen * self.fraction)),)
+
+    def __str__(self) -> str:
+        return f"{float(self.fraction * 100):g}%"
+
+
+@dataclass(frozen=True, slots=True)
+class ByteBudget:
+    """Live bytes, columns included: per sequence over all compressed layers, per sequence and layer, or per cache."""
+
+    count: int
+    per: Literal["sequence", "layer", "cache"] = "sequence"
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise SpecError(f"budget={self.count} bytes: give a positive size")
+
+    def limits(self, seen: int, layer: int, shape: LayerShape) -> tuple[int, ...]:
+        """As many entries as the bytes hold; refuses a size that does not hold a single one."""
+        layers = 1 if self.per == "layer" else shape.num_layers
+        rows = shape.batch_size if self.per == "cache" else 1
+        entries = self.count // (shape.entry_bytes * layers * rows)
+        if entries < 1:
+            need = shape.entry_bytes * layers * rows
+            raise SpecError(f"budget={self} does not hold one token, which takes {need} bytes here: give more")
+        return (entries,)
+
+    def __str__(self) -> str:
+        size = self.count
+        for unit in ("B", "KiB", "MiB", "GiB"):
+            if size % 1024 or unit == "GiB":
+                return f"{size}{unit}" + ("" if self.per == "sequence" else f"/{self.per}")
+            size //= 1024
+        raise AssertionError
+
+
+_SIZES = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+_FORM = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>%|[A-Za-z]+)?(?:/(?P<per>\w+))?")
+FORMS = "256 (tokens), 25%, 64MiB, 64MiB/layer or 64MiB/cache; several numbers as 64/32/16 (one per head)"
+
+
+def parse_budget(text: str | int) -> Budget:
+    """Read a budget as written in a policy; raises `SpecError` naming the accepted forms."""
+    text = str(text).strip()
+    if re.fullmatch(r"\d+(/\d+)+", text):
+        return HeadTokens(tuple(int(part) for part in text.split("/")))
+    found = _FORM.fullmatch(text)
+    if found is None:
+        raise SpecError(f"cannot read budget={text!r}: write {FORMS}")
+    number, unit, per = Fraction(found["number"]), found["unit"], found["per"]
+    if unit in _SIZES and per in (None, "layer", "cache"):
+        return ByteBudget(int(number * _SIZES[unit]), per or "sequence")
+    if per is None and unit == "%":
+        return Share(number / 100)
+    if per is None and unit is None and number.denominator == 1:
+        return Tokens(int(number))
+    raise SpecError(f"cannot read budget={text!r}: write {FORMS}; sizes are {', '.join(_SIZES)}")

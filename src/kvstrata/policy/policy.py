@@ -1,0 +1,148 @@
+"""A policy is a table: layer range x phase -> rule. A rule is a record of small frozen values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from kvstrata.core import PHASES, Column, LayerShape, Phase, Plan, Signals, SpecError
+from kvstrata.policy.budget import Budget, HeadTokens, Tokens
+from kvstrata.policy.granularity import Token
+from kvstrata.policy.protect import Protect
+from kvstrata.policy.scorers import Scorer
+from kvstrata.policy.select import select
+from kvstrata.policy.tiering import Native
+from kvstrata.policy.trigger import Every
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What one layer does in one phase. Refuses at construction what can never work."""
+
+    scorer: Scorer
+    budget: Budget
+    granularity: Token = Token()
+    tiers: Native = Native()
+    trigger: Every = Every()
+    protect: Protect = Protect()
+
+    def __post_init__(self) -> None:
+        if isinstance(self.budget, HeadTokens) and not self.granularity.per_head:
+            raise SpecError("a budget per head needs heads=each or heads=pooled, since shared heads keep one set")
+        counts: tuple[int, ...] = ()
+        if isinstance(self.budget, Tokens | HeadTokens):
+            counts = (self.budget.count,) if isinstance(self.budget, Tokens) else self.budget.counts
+        for cap in counts:
+            sinks, recent = self.protect.resolve(cap)
+            if sinks + recent > cap:
+                raise SpecError(
+                    f"sinks={sinks} and recent={recent} protect {sinks + recent} tokens, more than budget={cap}: "
+                    "raise the budget or protect fewer"
+                )
+
+    def limits(self, seen: list[int], layer: int, shape: LayerShape) -> list[tuple[int, ...]]:
+        """Entries each row may keep: one number per row, or one per head."""
+        return [self.budget.limits(tokens, layer, shape) for tokens in seen]
+
+    def plan(self, signals: Signals, limits: list[tuple[int, ...]]) -> Plan:
+        """Score, select and assign tiers. Pure; `signals.protected` must come from `protected`."""
+        z = self.scorer.score(signals)
+        heads = signals.position.shape[1]
+        if z.shape[1] > heads:
+            z = z.mean(dim=1, keepdim=True)
+        shape = signals.position.shape
+        cap = torch.tensor(limits, device=z.device)
+        protected, valid = signals.protected.expand(shape), signals.valid.expand(shape)
+        keep = select(z.expand(shape), cap, protected, valid, pooled=self.granularity.heads == "pooled")
+        return Plan(self.tiers.assign(keep), (z.isnan() & valid).sum())
+
+    def overruns(self, limits: list[tuple[int, ...]]) -> int:
+        """How many rows and heads have more protected tokens than they may keep."""
+        return sum(sum(self.protect.resolve(cap)) > cap for caps in limits for cap in caps)
+
+    def protected(self, position: Tensor, valid: Tensor, seen: list[int], limits: list[tuple[int, ...]]) -> Tensor:
+        """[B, 1|H, N] bool: sinks and recent tokens of every row, and of every head where budgets differ."""
+        bounds = [[self.protect.resolve(cap) for cap in caps] for caps in limits]  # [B][1|H] (sinks, recent)
+        sinks = torch.tensor([[s for s, _ in row] for row in bounds], device=position.device)[..., None]
+        oldest = [[tokens - r for _, r in row] for tokens, row in zip(seen, bounds, strict=True)]
+        recent = torch.tensor(oldest, device=position.device)[..., None]
+        return ((position < sinks) | (position >= recent)) & valid
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRange:
+    """Layers first .. last (both included, counted over the model's layers) and their rule for each phase.
+
+    A phase without a rule keeps everything that arrives in it.
+    """
+
+    prefill: Rule | None
+    decode: Rule | None
+    first: int = 0
+    last: int | None = None  # None: the last layer of the model
+
+    def covers(self, layer: int) -> bool:
+        """Whether the range holds this layer."""
+        return self.first <= layer and (self.last is None or layer <= self.last)
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What is kept, layer by layer and phase by phase. Hashable, immutable, without any state of a run."""
+
+    name: str
+    table: tuple[LayerRange, ...] = field(default=())
+
+    @classmethod
+    def everywhere(cls, name: str, prefill: Rule | None, decode: Rule | None) -> Policy:
+        """The same rules in every layer."""
+        return cls(name, (LayerRange(prefill, decode),))
+
+    def rule(self, layer: int, phase: Phase) -> Rule | None:
+        """The rule of a layer in a phase; None keeps everything. Raises `SpecError` for a layer no range covers."""
+        for entry in self.table:
+            if entry.covers(layer):
+                return entry.prefill if phase == "prefill" else entry.decode
+        raise SpecError(f"policy {self.name!r} says nothing of layer {layer}: add a range that covers it")
+
+    def rules(self, layer: int) -> dict[Phase, Rule | None]:
+        """Both rules of a layer."""
+        return {phase: self.rule(layer, phase) for phase in PHASES}
+
+    def columns(self, layer: int) -> tuple[Column, ...]:
+        """State per entry that the layer's scorers keep."""
+        found = [column for rule in self.rules(layer).values() if rule for column in rule.scorer.columns]
+        return tuple(dict.fromkeys(found))
+
+    def per_head(self, layer: int) -> bool:
+        """Whether heads of the layer may hold different tokens."""
+        return any(rule.granularity.per_head for rule in self.rules(layer).values() if rule)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Every optional signal that some scorer of the policy reads."""
+        rules = [rule for entry in self.table for rule in (entry.prefill, entry.decode) if rule]
+        return frozenset().union(*(rule.scorer.needs for rule in rules))
+
+    def with_budget(self, budget: Budget) -> Policy:
+        """The same policy under another budget, in every layer and phase that has a rule."""
+        return self._map(lambda rule: replace(rule, budget=budget))
+
+    def with_protect(self, sinks: int | None = None, recent: int | None = None) -> Policy:
+        """The same policy with explicit protected tokens in place of the preset's; None leaves a part as it is."""
+
+        def change(rule: Rule) -> Rule:
+            given = {name: n for name, n in (("sinks", sinks), ("recent", recent)) if n is not None}
+            return replace(rule, protect=replace(rule.protect, **given))
+
+        return self if sinks is None and recent is None else self._map(change)
+
+    def _map(self, change: Callable[[Rule], Rule]) -> Policy:
+        table = tuple(
+            replace(e, prefill=e.prefill and change(e.prefill), decode=e.decode and change(e.decode))
+            for e in self.table
+        )
+        return replace(self, table=table)

@@ -1,0 +1,95 @@
+"""Methods by name. Each is a function that returns a record, with its numbers and their source beside them.
+
+The only place with papers' numbers. Protected parts scale with the budget unless the caller gives `sinks` or
+`recent`, which then hold as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+
+from kvstrata.policy.budget import Budget, Share
+from kvstrata.policy.granularity import Token
+from kvstrata.policy.policy import Policy, Rule
+from kvstrata.policy.protect import FOUR_SINKS, Protect, half
+from kvstrata.policy.scorers.attention import AccumulatedMass, WindowMass
+from kvstrata.policy.scorers.keys import KeyDiff, KeyNorm
+from kvstrata.policy.scorers.recency import Random, Recency
+from kvstrata.registry import Registry
+
+PRESETS: Registry[Callable[..., Policy]] = Registry("policy")
+
+SHARED, EACH = Token("shared"), Token("each")
+QUARTER = Share(Fraction(1, 4))
+
+
+def _both(name: str, rule: Rule, sinks: int | None, recent: int | None) -> Policy:
+    """One rule in both phases, with the caller's protected tokens if any."""
+    return Policy.everywhere(name, rule, rule).with_protect(sinks, recent)
+
+
+@PRESETS.add("full")
+def full() -> Policy:
+    """Keep everything: the reference that every other policy is compared with."""
+    return Policy.everywhere("full", None, None)
+
+
+@PRESETS.add("window")
+def window(budget: Budget = QUARTER, sinks: int | None = None) -> Policy:
+    """Keep the newest tokens."""
+    return _both("window", Rule(Recency(), budget, SHARED), sinks, None)
+
+
+@PRESETS.add("streaming")
+def streaming(budget: Budget = QUARTER, sinks: int | None = None) -> Policy:
+    """Keep four sinks and the newest tokens (StreamingLLM, arXiv:2309.17453, section 3), keys not rotated anew."""
+    return _both("streaming", Rule(Recency(), budget, SHARED, protect=Protect(sinks=FOUR_SINKS)), sinks, None)
+
+
+@PRESETS.add("random")
+def random(budget: Budget = QUARTER, seed: int = 0, sinks: int | None = None, recent: int | None = None) -> Policy:
+    """Keep tokens drawn at random: the control."""
+    return _both("random", Rule(Random(seed), budget, SHARED), sinks, recent)
+
+
+@PRESETS.add("keynorm")
+def keynorm(budget: Budget = QUARTER, sinks: int | None = None, recent: int | None = None) -> Policy:
+    """Keep the keys of smallest norm in each head (arXiv:2406.11430)."""
+    return _both("keynorm", Rule(KeyNorm(), budget, EACH), sinks, recent)
+
+
+@PRESETS.add("keydiff")
+def keydiff(budget: Budget = QUARTER, sinks: int | None = None, recent: int | None = None) -> Policy:
+    """Keep the keys least like the average key in each head (KeyDiff, arXiv:2504.15364)."""
+    return _both("keydiff", Rule(KeyDiff(), budget, EACH), sinks, recent)
+
+
+@PRESETS.add("h2o")
+def h2o(budget: Budget = QUARTER, sinks: int | None = None, recent: int | None = None) -> Policy:
+    """Keep the tokens that got most attention so far, and as many recent ones (H2O, arXiv:2306.14048, section 5)."""
+    rule = Rule(AccumulatedMass(), budget, EACH, protect=Protect(recent=half()))
+    return _both("h2o", rule, sinks, recent)
+
+
+@PRESETS.add("tova")
+def tova(budget: Budget = QUARTER, sinks: int | None = None, recent: int | None = None) -> Policy:
+    """Drop what the newest query attends to least, the same in all heads (TOVA, arXiv:2401.06104, section 4)."""
+    rule = Rule(WindowMass(rows=1), budget, SHARED, protect=Protect(recent=half(1)))
+    return _both("tova", rule, sinks, recent)
+
+
+@PRESETS.add("snapkv")
+def snapkv(
+    budget: Budget = QUARTER,
+    window: int = 32,
+    pool: int = 5,
+    sinks: int | None = None,
+    recent: int | None = None,
+) -> Policy:
+    """Keep what the last queries of the prompt attend to; generated tokens all stay (SnapKV, arXiv:2404.14469).
+
+    Window and kernel as in the published LongBench runs through KVCache-Factory; mean over the group, average pooling.
+    """
+    rule = Rule(WindowMass(window, pool), budget, EACH, protect=Protect(recent=half(window)))
+    return Policy.everywhere("snapkv", rule, None).with_protect(sinks, recent)

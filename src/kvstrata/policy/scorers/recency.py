@@ -1,0 +1,45 @@
+"""Scorers that look at positions alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvstrata.core import Signals
+from kvstrata.policy.scorers import SCORERS, Stateless
+
+
+@SCORERS.add("recency")
+@dataclass(frozen=True, slots=True)
+class Recency(Stateless):
+    """Newer is better."""
+
+    def score(self, signals: Signals) -> Tensor:
+        """Position as the score."""
+        return signals.position.float()
+
+
+@SCORERS.add("random")
+@dataclass(frozen=True, slots=True)
+class Random(Stateless):
+    """A new draw for every entry at every step: the control that any scorer must beat.
+
+    The draw is a hash of (seed, layer, step, position), so a row gets the same draws alone and in a batch.
+    """
+
+    seed: int = 0
+
+    def score(self, signals: Signals) -> Tensor:
+        """Uniform in [0, 1)."""
+        x = signals.position.long()
+        for word in (self.seed, signals.layer, signals.step):
+            x = _mix(x * 31 + word)
+        return (x & 0xFFFFFF).float() / float(1 << 24)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """Scramble int64 values by multiplying and folding; the multipliers are splitmix64's, as signed words."""
+    x = (x ^ (x >> 30)) * -4658895280553007687
+    x = (x ^ (x >> 27)) * -7723592293110705685
+    return x ^ (x >> 31)

@@ -1,0 +1,181 @@
+"""Policies as text and as YAML files, both strict: an unknown key is an error that names the nearest valid one.
+
+Text: `h2o:budget=256,recent=64`. A file holds either one preset,
+
+    policy: h2o
+    budget: 25%
+
+or a table over the layers, where each phase is a preset's text, a rule, or null (keep everything):
+
+    name: mine
+    layers:
+      0-9: "h2o:budget=50%"
+      10-29:
+        prefill: {scorer: {window-mass: {rows: 16}}, budget: 25%, heads: each, sinks: 4, recent: 16}
+        decode: null
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar, cast, get_type_hints
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from kvstrata.core import PHASES, Phase, SpecError
+from kvstrata.policy.budget import Budget, parse_budget
+from kvstrata.policy.granularity import Token
+from kvstrata.policy.policy import LayerRange, Policy, Rule
+from kvstrata.policy.presets import PRESETS
+from kvstrata.policy.protect import Protect
+from kvstrata.policy.scorers import SCORERS, Scorer
+from kvstrata.policy.trigger import Every
+from kvstrata.registry import unknown
+
+T = TypeVar("T")
+Table = Mapping[str, Any]
+
+
+def parse_policy(spec: Policy | str | Path) -> Policy:
+    """Return the policy that `spec` stands for: a Policy, the text of one, or the path of a YAML file.
+
+    Raises `SpecError` for anything that is not exactly understood.
+    """
+    if isinstance(spec, Policy):
+        return spec
+    if isinstance(spec, Path) or spec.endswith((".yaml", ".yml")):
+        return read_policy(Path(spec))
+    name, _, options = spec.strip().partition(":")
+    return _build(f"policy {name!r}", PRESETS[name], _options(options))
+
+
+def names_budget(spec: str) -> bool:
+    """Whether a policy's text sets its own budget."""
+    return "budget" in _options(spec.partition(":")[2])
+
+
+def split_specs(text: str) -> list[str]:
+    """Split `h2o:budget=25%,recent=8,full` into the texts of its policies: a bare `key=value` belongs to the last."""
+    specs: list[str] = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        if specs and "=" in part and ":" not in part.partition("=")[0]:
+            specs[-1] += ("," if ":" in specs[-1] else ":") + part
+        else:
+            specs.append(part)
+    return specs
+
+
+def read_policy(path: Path) -> Policy:
+    """Read a policy from a YAML file; forms in the module docstring."""
+    try:
+        data = yaml.safe_load(path.read_text())
+    except FileNotFoundError as error:
+        raise SpecError(f"no policy file at {path}") from error
+    except yaml.YAMLError as error:
+        raise SpecError(f"{path} is not valid YAML: {error}") from error
+    table = _table(data, str(path))
+    if "policy" in table:
+        name = str(table["policy"])
+        options = {key: value for key, value in table.items() if key != "policy"}
+        return _build(f"policy {name!r}", PRESETS[name], options)
+    _only(table, ("name", "layers"), str(path))
+    if "layers" not in table:
+        raise SpecError(f"{path} needs the key 'policy' (one preset) or 'layers' (a table)")
+    rows = _table(table["layers"], "layers")
+    return Policy(str(table.get("name", path.stem)), tuple(_row(str(key), value) for key, value in rows.items()))
+
+
+def _row(layers: str, value: object) -> LayerRange:
+    found = re.fullmatch(r"(\d+)(?:-(\d+)?)?", layers)
+    if found is None:
+        raise SpecError(f"cannot read the layer range {layers!r}: write 5, 0-9 or 10- (to the last)")
+    first, last = (
+        int(found[1]),
+        int(found[2]) if found[2] else (None if layers.endswith("-") else int(found[1])),
+    )
+    if last is not None and last < first:
+        raise SpecError(f"layer range {layers!r} is empty: write the smaller number first")
+    if value is None or isinstance(value, str):
+        value = dict.fromkeys(PHASES, value)
+    phases = _table(value, f"layers {layers}")
+    _only(phases, PHASES, f"layers {layers}")
+    rules = {phase: _phase(phases.get(phase), phase, layers) for phase in PHASES}
+    return LayerRange(rules["prefill"], rules["decode"], first, last)
+
+
+def _phase(value: object, phase: Phase, layers: str) -> Rule | None:
+    if value is None:
+        return None
+    if isinstance(value, str):
+        return parse_policy(value).rule(0, phase)
+    return _rule(_table(value, f"layers {layers}, {phase}"), f"layers {layers}, {phase}")
+
+
+def _rule(table: Table, where: str) -> Rule:
+    _only(table, ("scorer", "budget", "heads", "sinks", "recent", "every"), where)
+    for key in ("scorer", "budget"):
+        if key not in table:
+            raise SpecError(f"{where} needs the key {key!r}")
+    protect = {key: table[key] for key in ("sinks", "recent") if key in table}
+    return Rule(
+        _scorer(table["scorer"], where),
+        parse_budget(table["budget"]),
+        _build(where, Token, {"heads": table.get("heads", "shared")}),
+        trigger=_build(where, Every, {"steps": table.get("every", 1)}),
+        protect=_build(where, Protect, protect),
+    )
+
+
+def _scorer(value: object, where: str) -> Scorer:
+    if isinstance(value, str):
+        value = {value: {}}
+    table = _table(value, f"{where}, scorer")
+    if len(table) != 1:
+        raise SpecError(f"{where}: give one scorer, not {len(table)}")
+    ((name, options),) = table.items()
+    return cast(Scorer, _build(f"scorer {name!r}", SCORERS[name], _table(options or {}, name)))
+
+
+def _build(what: str, make: Callable[..., T], options: Table) -> T:
+    """Call `make` with options turned into the types it declares; only declared names are accepted."""
+    hints = get_type_hints(make if inspect.isfunction(make) else make.__init__)
+    hints.pop("return", None)
+    _only(options, tuple(inspect.signature(make).parameters), what)
+    values: dict[str, object] = {}
+    for key, value in options.items():
+        if hints[key] is Budget:
+            values[key] = parse_budget(value)
+            continue
+        try:
+            values[key] = TypeAdapter[object](hints[key]).validate_python(value)
+        except ValidationError as error:
+            raise SpecError(f"{what}: {key}={value!r}: {error.errors()[0]['msg']}") from error
+    return make(**values)
+
+
+def _options(text: str) -> dict[str, str]:
+    options: dict[str, str] = {}
+    for part in filter(None, text.split(",")):
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals or not value:
+            raise SpecError(f"cannot read {part!r}: write key=value, as in h2o:budget=25%")
+        if key in options:
+            raise SpecError(f"{key!r} is given twice")
+        options[key] = value
+    return options
+
+
+def _only(table: Table, known: tuple[str, ...], where: str) -> None:
+    for key in table:
+        if key not in known:
+            raise unknown(f"key of {where}", key, known)
+
+
+def _table(value: object, where: str) -> Table:
+    if not isinstance(value, Mapping):
+        raise SpecError(f"{where} must be a table of keys and values, not {value!r}")
+    return {str(key): item for key, item in cast(Mapping[object, object], value).items()}

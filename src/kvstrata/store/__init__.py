@@ -1,0 +1,6 @@
+"""Where entries live: payload, per-entry columns and byte accounts. The only code that frees memory."""
+
+from kvstrata.store.account import Account, Bytes
+from kvstrata.store.store import Block, LayerStore
+
+__all__ = ["Account", "Block", "Bytes", "LayerStore"]

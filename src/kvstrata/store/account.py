@@ -1,0 +1,45 @@
+"""The only place where bytes are counted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """Bytes of one layer or of a whole cache.
+
+    live: payload and columns of the entries stored. held: slots taken for this cache, free tails included.
+    reserved: storages allocated, transient copies included while they exist.
+    """
+
+    live: int = 0
+    held: int = 0
+    reserved: int = 0
+
+    def __add__(self, other: Bytes) -> Bytes:
+        return Bytes(self.live + other.live, self.held + other.held, self.reserved + other.reserved)
+
+    def __sub__(self, other: Bytes) -> Bytes:
+        return Bytes(self.live - other.live, self.held - other.held, self.reserved - other.reserved)
+
+
+@dataclass(slots=True)
+class Account:
+    """The books of one cache: every store reports each change, so the peak between two steps is seen too."""
+
+    now: Bytes = Bytes()
+    peak: Bytes = Bytes()
+    layers: dict[int, Bytes] = field(default_factory=dict[int, Bytes])
+
+    def set(self, layer: int, size: Bytes) -> None:
+        """Replace the figures of one layer."""
+        self.now = self.now - self.layers.get(layer, Bytes()) + size
+        self.layers[layer] = size
+        now, peak = self.now, self.peak
+        if now.live > peak.live or now.held > peak.held or now.reserved > peak.reserved:
+            self.peak = Bytes(max(now.live, peak.live), max(now.held, peak.held), max(now.reserved, peak.reserved))
+
+    def restart_peak(self) -> None:
+        """Forget the peak so far, to measure a later stretch alone."""
+        self.peak = self.now

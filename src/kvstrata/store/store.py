@@ -1,0 +1,294 @@
+"""The exact tier of one layer: entries in capacity buffers, appended in place, compacted and freed by plans."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvstrata.core import POSITION, STEP, Column, Plan, Tier
+from kvstrata.store.account import Account, Bytes
+from kvstrata.store.segments import STEADY, Segments
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """A rectangle of rows and heads whose segments have one length, as views: k and v [b, h, n, D]."""
+
+    rows: slice
+    heads: slice
+    k: Tensor
+    v: Tensor
+
+
+class LayerStore:
+    """Entries of one layer: keys, values and columns, per row or (`per_head`) per row and head.
+
+    Entries of a segment stay in ascending order of position. Appending writes in place; a buffer is laid out anew
+    when a segment is full (then with one page of slack each) or when a plan leaves more than a page free. Views and
+    blocks taken before a call that changes the store are invalid after it.
+
+    A buffer is one allocation per layer; `held` equals `reserved` but for copies in the making.
+    """
+
+    def __init__(self, layer: int, columns: Sequence[Column], per_head: bool, account: Account) -> None:
+        self.layer, self.per_head = layer, per_head
+        self.columns = (POSITION, *(c for c in columns if c != POSITION))
+        self._account = account
+        self._reset()
+
+    def _reset(self) -> None:
+        self.batch_size = self.num_kv_heads = 0
+        self.segments = Segments([])
+        self._k = self._v = torch.empty(0)
+        self._columns: dict[str, Tensor] = {}
+        self._account.set(self.layer, Bytes())
+
+    def reset(self) -> None:
+        """Free everything, as if nothing had been stored."""
+        self._reset()
+
+    # -- size ---------------------------------------------------------------------------------------------------
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing has been appended since the last reset."""
+        return self.batch_size == 0
+
+    @property
+    def segment_heads(self) -> int:
+        """Segments per row: H where heads hold different tokens, else 1."""
+        return self.num_kv_heads if self.per_head else 1
+
+    @property
+    def longest(self) -> int:
+        """N: entries of the longest segment."""
+        return 0 if self.is_empty else self.segments.longest
+
+    def lengths(self) -> list[list[int]]:
+        """Entries stored [B][1|H]."""
+        heads, flat = self.segment_heads, self.segments.lengths
+        return [flat[row * heads : (row + 1) * heads] for row in range(self.batch_size)]
+
+    @property
+    def payload_itemsize(self) -> int:
+        """Bytes of one number of a key."""
+        return self._k.element_size()
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's key and value over all heads of the layer, as an uncompressed cache stores them."""
+        return 0 if self.is_empty else 2 * self.num_kv_heads * self._k.shape[1] * self.payload_itemsize
+
+    @property
+    def entry_bytes(self) -> int:
+        """Bytes of one entry over all heads of the layer, columns included."""
+        return self.token_bytes + sum(column.nbytes for column in self.columns) * self.segment_heads
+
+    def _settle_account(self, transient: int = 0) -> None:
+        per_slot = 0 if self.is_empty else self.entry_bytes // self.segment_heads
+        reserved = _nbytes(self._k, self._v, *self._columns.values())
+        live, held = per_slot * self.segments.entries, per_slot * self.segments.slots
+        self._account.set(self.layer, Bytes(live, held, reserved + transient))
+
+    # -- reading ------------------------------------------------------------------------------------------------
+
+    def blocks(self, split_rows: bool = False) -> Iterator[Block]:
+        """Yield views that cover every segment once; one block where all lengths agree and rows need not be apart."""
+        segs, rows, heads = self.segments, self.batch_size, self.num_kv_heads
+        if segs.uniform and not split_rows:
+            shape = (rows, heads, segs.capacities[0], -1)
+            n = segs.lengths[0]
+            yield Block(slice(rows), slice(heads), self._k.view(shape)[:, :, :n], self._v.view(shape)[:, :, :n])
+            return
+        width = self._width
+        for index, (start, cap, n) in enumerate(zip(segs.starts, segs.capacities, segs.lengths, strict=True)):
+            row, head = divmod(index, self.segment_heads)
+            here = slice(start * width, (start + cap) * width)
+            shape = (1, width, cap, -1)
+            k, v = self._k[here].view(shape)[:, :, :n], self._v[here].view(shape)[:, :, :n]
+            yield Block(slice(row, row + 1), slice(head, head + width), k, v)
+
+    def keys(self) -> Tensor:
+        """All keys as [B, H, N, D]; zeros past a segment's length. A view where all lengths agree."""
+        if self.segments.uniform:
+            return next(self.blocks()).k
+        dense = self._k.new_zeros(self.batch_size, self.num_kv_heads, self.longest, self._k.shape[1])
+        for block in self.blocks():
+            dense[block.rows, block.heads, : block.k.shape[2]] = block.k
+        return dense
+
+    def column(self, name: str) -> Tensor:
+        """One column as [B, 1|H, N]; zeros past a segment's length. Not to be written to."""
+        shape = (self.batch_size, self.segment_heads, -1)
+        flat, segs = self._columns[name], self.segments
+        if segs.uniform:
+            return flat.view(shape)[:, :, : segs.lengths[0]]
+        dense = flat[self._slots().clamp_max(segs.slots - 1)].view(shape)
+        return dense.masked_fill_(~self.valid(), 0)
+
+    def set_column(self, name: str, value: Tensor) -> None:
+        """Replace a column by value [B, 1|H, N]; what stands past a segment's length is ignored."""
+        flat, segs = self._columns[name], self.segments
+        if segs.uniform:
+            flat.view(value.shape[0], value.shape[1], -1)[:, :, : segs.lengths[0]] = value
+            return
+        valid = self.valid().flatten(0, 1)
+        flat[self._slots()[valid]] = value.flatten(0, 1)[valid].to(flat.dtype)
+
+    def valid(self) -> Tensor:
+        """[B, 1|H, N] bool: which slots of the dense forms hold an entry."""
+        lengths = torch.tensor(self.segments.lengths, device=self._k.device)
+        mask = torch.arange(self.longest, device=self._k.device) < lengths[:, None]
+        return mask.view(self.batch_size, self.segment_heads, -1)
+
+    def _slots(self) -> Tensor:
+        """Slot number [segments, N] of every dense place; places past a length point at a neighbour's slot."""
+        device = self._k.device
+        return self.segments.starts_on(device)[:, None] + torch.arange(self.longest, device=device)
+
+    # -- writing ------------------------------------------------------------------------------------------------
+
+    def append(self, k: Tensor, v: Tensor, tokens: Sequence[int], first: Sequence[int], step: int) -> None:
+        """Store the last `tokens[b]` entries of each row of k and v [B, H, Q, D], in place where there is room.
+
+        `first[b]` is the position of the first of them; `step` the number of this forward.
+        """
+        if self.is_empty:
+            self.batch_size, self.num_kv_heads = k.shape[:2]
+            self._lay_out(Segments.fit([0] * (self.batch_size * self.segment_heads)), k)
+        old = self.segments.lengths
+        grown = [n + tokens[index // self.segment_heads] for index, n in enumerate(old)]
+        if not self.segments.has_room(grown):
+            self._move(self.segments.lengths, Segments.fit(grown))
+        self.segments.lengths = grown
+        ragged = len(set(tokens)) > 1 or not self.segments.uniform
+        for block in self.blocks(split_rows=ragged):
+            new = tokens[block.rows.start or 0]
+            if new:
+                block.k[:, :, -new:] = k[block.rows, block.heads, -new:]
+                block.v[:, :, -new:] = v[block.rows, block.heads, -new:]
+        ragged = ragged or len(set(first)) > 1
+        for name, flat in self._columns.items():
+            for row, tail in self._tails(flat, tokens, ragged):
+                if name == POSITION.name:
+                    tail.copy_(torch.arange(first[row], first[row] + tokens[row], device=flat.device))
+                else:
+                    tail.fill_(step if name == STEP.name else 0)
+        self._settle_account()
+
+    def _tails(self, flat: Tensor, tokens: Sequence[int], ragged: bool) -> Iterator[tuple[int, Tensor]]:
+        """Yield (row, view [segments, tokens[row]]) of the newest slots of a column; all rows at once if not ragged."""
+        segs = self.segments
+        if not ragged:
+            n = segs.lengths[0]
+            yield 0, flat.view(len(segs.lengths), -1)[:, n - tokens[0] : n]
+            return
+        for index, (start, n) in enumerate(zip(segs.starts, segs.lengths, strict=True)):
+            row = index // self.segment_heads
+            yield row, flat[None, start + n - tokens[row] : start + n]
+
+    def apply(self, plan: Plan) -> int:
+        """Free every entry whose tier is DROP, close the holes and return how many slots of payload were freed.
+
+        The plan's heads axis must be the store's. A plan that drops nothing copies nothing.
+        """
+        keep = plan.tier != Tier.DROP
+        if not self.segments.uniform:
+            keep &= self.valid()
+        kept: list[int] = keep.sum(dim=-1).flatten().tolist()
+        before = self.segments.lengths
+        if kept == before:
+            return 0
+        self._compact(keep.flatten(0, 1), kept)
+        self._settle_account()
+        return sum(before) - sum(kept)
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Make row i a copy of what is row `rows[i]` now; rows may repeat or be left out."""
+        heads, old = self.segment_heads, self.segments
+        picked = [row * heads + head for row in rows for head in range(heads)]
+        source = Segments(
+            [old.lengths[i] for i in picked],
+            [old.capacities[i] for i in picked],
+            [old.starts[i] for i in picked],
+        )
+        self.batch_size = len(rows)
+        self.segments = source
+        self._move(source.lengths, Segments.fit(source.lengths))
+        self._settle_account()
+
+    # -- layout -------------------------------------------------------------------------------------------------
+
+    def _lay_out(self, segments: Segments, like: Tensor) -> None:
+        width, slots = self._width, segments.slots
+        self.segments = segments
+        self._k = like.new_empty(slots * width, like.shape[-1])
+        self._v = like.new_empty(slots * width, like.shape[-1])
+        self._columns = {c.name: torch.zeros(slots, dtype=c.dtype, device=like.device) for c in self.columns}
+
+    def _move(self, lengths: list[int], target: Segments) -> None:
+        """Copy the first lengths[i] entries of every segment into buffers laid out as `target`."""
+        old_k, old_v, old_columns, source = self._k, self._v, self._columns, self.segments
+        self._lay_out(target, old_k)
+        width = self._width
+        for i, n in enumerate(lengths):
+            for head in range(width):
+                to = target.starts[i] * width + head * target.capacities[i]
+                at = source.starts[i] * width + head * source.capacities[i]
+                self._k[to : to + n] = old_k[at : at + n]
+                self._v[to : to + n] = old_v[at : at + n]
+            for name, flat in self._columns.items():
+                flat[target.starts[i] : target.starts[i] + n] = old_columns[name][
+                    source.starts[i] : source.starts[i] + n
+                ]
+        self._settle_account(_nbytes(old_k, old_v, *old_columns.values()))
+
+    def _compact(self, keep: Tensor, kept: list[int]) -> None:
+        """Move the kept entries of every segment together. keep [segments, N]; kept: its row sums."""
+        source = self.segments
+        in_place = source.fits(kept)
+        target = Segments(kept, source.capacities, source.starts) if in_place else Segments.fit(kept, STEADY)
+        segment, slot = keep.nonzero(as_tuple=True)
+        place = (keep.cumsum(dim=-1) - 1)[segment, slot]
+        if in_place:
+            moved = place != slot
+            segment, slot, place = segment[moved], slot[moved], place[moved]
+        old_k, old_v, old_columns = self._k, self._v, self._columns
+        if in_place:
+            self.segments = target
+        else:
+            self._lay_out(target, old_k)
+        at, to = (
+            _payload_slots(source, self._width, segment, slot),
+            _payload_slots(target, self._width, segment, place),
+        )
+        self._k.index_copy_(0, to, old_k.index_select(0, at))
+        self._v.index_copy_(0, to, old_v.index_select(0, at))
+        device = keep.device
+        at, to = source.starts_on(device)[segment] + slot, target.starts_on(device)[segment] + place
+        for name, flat in self._columns.items():
+            flat.index_copy_(0, to, old_columns[name].index_select(0, at))
+        if not in_place:
+            self._settle_account(_nbytes(old_k, old_v, *old_columns.values()))
+
+    @property
+    def _width(self) -> int:
+        """Heads that one segment serves: payload rows per slot."""
+        return 1 if self.per_head else self.num_kv_heads
+
+
+def _payload_slots(segments: Segments, width: int, segment: Tensor, slot: Tensor) -> Tensor:
+    """Payload rows [entries * width] of the given slots: a segment holds its heads one after the other."""
+    device = segment.device
+    base = segments.starts_on(device)[segment] * width + slot
+    if width == 1:
+        return base
+    stride = torch.tensor(segments.capacities, device=device)[segment]
+    return (base[:, None] + stride[:, None] * torch.arange(width, device=device)).flatten()
+
+
+def _nbytes(*tensors: Tensor) -> int:
+    return sum(t.untyped_storage().nbytes() for t in tensors)
