@@ -1,0 +1,1 @@
+"""Measurements: bytes, time and agreement of policies with the full cache."""

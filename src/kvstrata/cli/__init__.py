@@ -1,0 +1,25 @@
+"""The command line: one file per command."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+from rich.console import Console
+
+from kvstrata.cli.ls import ls
+from kvstrata.cli.run import run
+from kvstrata.core import KvstrataError
+
+app = typer.Typer(help="Key-value-cache compression that really frees memory.", no_args_is_help=True)
+app.command()(run)
+app.command()(ls)
+
+
+def main() -> None:
+    """Run the command line; errors of ours are one line and exit code 2."""
+    try:
+        app()
+    except KvstrataError as error:
+        Console(stderr=True).print(f"[red]kvstrata:[/] {error}", highlight=False)
+        sys.exit(2)

@@ -1,0 +1,43 @@
+"""Loading a model and its tokenizer: the demo model, a local folder or a hub id."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
+
+from kvstrata.core import InputError
+from kvstrata.hf.demo import demo_model
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load_model(
+    name: str | None, dtype: str | None, device: str, console: Console | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a model for inference; `name` None is the demo model, `dtype` None float32 on a CPU, else the model's own.
+
+    Raises `InputError` naming the fix when there is no such model or dtype, `DemoModelError` when fetching fails.
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise InputError(f"dtype {dtype!r}: choose one of {', '.join(DTYPES)}")
+    source = str(demo_model(console) if name is None else name)
+    kind = DTYPES[dtype] if dtype else torch.float32 if device == "cpu" else "auto"
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # a local file loads in a second
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=kind)
+    except (OSError, ValueError) as error:
+        what = (
+            "is a folder without a model" if Path(source).is_dir() else "is neither a local folder nor a hub id found"
+        )
+        raise InputError(f"cannot load {source!r}: it {what} ({str(error).splitlines()[0]})") from error
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+    return cast(Any, model).to(device).eval(), cast(PreTrainedTokenizerBase, tokenizer)
