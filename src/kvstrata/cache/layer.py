@@ -44,6 +44,8 @@ class Layer:
         self.columns_fed = 0  # per row, pads included: what transformers calls the sequence length
         self.step = 0  # forwards so far
         self.seen: list[int] = []  # real tokens of each row so far
+        self.hidden: list[int] = []  # those of them that a later mask hid
+        self._fed: list[tuple[int, list[int]]] = []  # (columns, real tokens per row) of every run of forwards
         self.events = Events()
 
     def reset(self) -> None:
@@ -52,10 +54,20 @@ class Layer:
         self._restart()
 
     @torch.no_grad()
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, tokens: Sequence[int] | None, scale: float) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tokens: Sequence[int] | None,
+        scale: float,
+        past: Tensor | None = None,
+    ) -> Tensor:
         """Store k and v [B, H, Q, D], return the attention of q [B, H*G, Q, D], then let the policy act.
 
         `tokens[b]` counts the real tokens of each row, which stand last; None means all Q. Queries of pads give zeros.
+        `past` [B, columns fed] bool is given when it hides past tokens that were stored (pads that a finished row
+        got, say): they are dropped first.
         Raises `InputError` when the forward does not fit what is stored; nothing has changed then.
         """
         batch, queries = k.shape[0], k.shape[2]
@@ -64,11 +76,14 @@ class Layer:
         if not self.store.is_empty and batch != self.store.batch_size:
             raise InputError(f"{batch} rows given to a cache that holds {self.store.batch_size}: reset() it first")
         tokens = [queries] * batch if tokens is None else list(tokens)
+        if past is not None:
+            self._hide(past)
         seen = self.seen or [0] * batch
         phase: Phase = "prefill" if not any(seen) or queries > PREFILL_ABOVE else "decode"
         self.store.append(k, v, tokens, seen, self.step)
         self.seen = [old + new for old, new in zip(seen, tokens, strict=True)]
         self.columns_fed += queries
+        self._remember(queries, tokens)
         rule = self.rules[phase]
         limits = self._due(rule)
         mass_rows = rule.scorer.mass_rows if rule and (limits or rule.scorer.columns) else 0
@@ -138,6 +153,31 @@ class Layer:
         self.events.nan_scores = self.events.nan_scores + plan.nan_scores
         self.events.evicted += store.apply(plan)
 
+    # -- tokens that a later mask hides --------------------------------------------------------------------------
+
+    def _remember(self, queries: int, tokens: list[int]) -> None:
+        whole = all(n == queries for n in tokens)
+        if whole and self._fed and all(n == self._fed[-1][0] for n in self._fed[-1][1]):
+            columns = self._fed[-1][0] + queries
+            self._fed[-1] = (columns, [columns] * len(tokens))
+        else:
+            self._fed.append((queries, tokens))
+
+    def _hide(self, past: Tensor) -> None:
+        runs = [torch.arange(columns) >= columns - torch.tensor(tokens)[:, None] for columns, tokens in self._fed]
+        real, past = torch.cat(runs, dim=1), past.cpu()
+        hidden = real & ~past
+        counts: list[int] = hidden.sum(dim=1).tolist()
+        if bool((past & ~real).any()) or any(new < old for new, old in zip(counts, self.hidden, strict=False)):
+            raise InputError("attention_mask shows past tokens that it hid before: they are not stored any more")
+        self.hidden = counts
+        by_position = torch.zeros(len(counts), max(self.seen), dtype=torch.bool)
+        row, column = hidden.nonzero(as_tuple=True)
+        by_position[row, (real.cumsum(dim=1) - 1)[row, column]] = True
+        position = self.store.column("position").long()
+        found = by_position.to(position.device)[:, None].expand(-1, position.shape[1], -1).gather(2, position)
+        self.events.evicted += self.store.apply(Plan(torch.where(found, int(Tier.DROP), int(Tier.EXACT))))
+
     # -- rows and rollback --------------------------------------------------------------------------------------
 
     def select_rows(self, rows: Sequence[int]) -> None:
@@ -145,14 +185,29 @@ class Layer:
         if self.store.is_empty:
             return
         self.store.select_rows(rows)
-        self.seen = [self.seen[row] for row in rows]
+        self.seen, self.hidden = (
+            [old[row] for row in rows] for old in (self.seen, self.hidden or [0] * len(self.seen))
+        )
+        self._fed = [(columns, [tokens[row] for row in rows]) for columns, tokens in self._fed]
 
     def crop(self, count: int) -> None:
         """Forget the newest `count` tokens of every row. What a plan dropped earlier stays dropped."""
         if count <= 0 or self.store.is_empty:
             return
         self.columns_fed = max(0, self.columns_fed - count)
+        self._fed = _without_last(self._fed, count)
         self.seen = [max(0, tokens - count) for tokens in self.seen]
         position, valid = self.store.column("position"), self.store.valid()
         end = torch.tensor(self.seen, device=position.device)[:, None, None]
         self.store.apply(Plan(torch.where(valid & (position < end), int(Tier.EXACT), int(Tier.DROP))))
+
+
+def _without_last(fed: list[tuple[int, list[int]]], count: int) -> list[tuple[int, list[int]]]:
+    """The runs of columns without the newest `count` columns."""
+    kept = list(fed)
+    while kept and count > 0:
+        columns, tokens = kept.pop()
+        if columns > count:
+            kept.append((columns - count, [max(0, n - count) for n in tokens]))
+        count -= columns
+    return kept

@@ -29,6 +29,16 @@ class Handoff(NamedTuple):
     keys: Tensor  # [B, H, Q, D], of this forward only
 
 
+class Padding(NamedTuple):
+    """What a padding mask says of one forward."""
+
+    tokens: list[int] | None  # real tokens of each row, standing last; None: no pads
+    past: Tensor | None  # [B, columns fed before] bool, where it hides tokens that were stored
+
+
+NO_PADDING = Padding(None, None)
+
+
 class LazyMask:
     """The padding mask of one forward as the caller gave it; the stock mask is made of it only if somebody needs it."""
 
@@ -36,8 +46,7 @@ class LazyMask:
         self._arguments = arguments
         self._stock: Tensor | None = None
         self._made = False
-        self._tokens: list[int] | None = None
-        self._read = False
+        self._padding: Padding | None = None
 
     def stock(self) -> Tensor | None:
         """The mask that sdpa would have got."""
@@ -45,20 +54,18 @@ class LazyMask:
             self._stock, self._made = sdpa_mask(**self._arguments), True
         return self._stock
 
-    def tokens(self, queries: int, layer: Layer) -> list[int] | None:
-        """Real tokens of each row among this forward's columns; None where there is no pad.
+    def padding(self, queries: int, layer: Layer) -> Padding:
+        """What the mask says of this forward's columns; read once, since all layers have seen the same.
 
         Raises `InputError` for a mask that does not put the pads first.
         """
-        if not self._read:
+        if self._padding is None:
             mask = cast("Tensor | None", self._arguments["attention_mask"])
-            self._tokens, self._read = _real_tokens(mask, queries, layer), True
-        return self._tokens
+            self._padding = NO_PADDING if mask is None else _read_padding(mask, queries, layer)
+        return self._padding
 
 
-def _real_tokens(mask: Tensor | None, queries: int, layer: Layer) -> list[int] | None:
-    if mask is None:
-        return None
+def _read_padding(mask: Tensor, queries: int, layer: Layer) -> Padding:
     columns = layer.columns_fed + queries
     if mask.shape[1] not in (columns, queries):
         raise InputError(
@@ -67,17 +74,19 @@ def _real_tokens(mask: Tensor | None, queries: int, layer: Layer) -> list[int] |
         )
     new = mask[:, -queries:].bool()
     tokens: list[int] = new.sum(dim=1).tolist()
-    stored = mask.shape[1] == columns and bool(layer.seen)
-    if stored and mask.sum(dim=1).tolist() != [a + b for a, b in zip(layer.seen, tokens, strict=True)]:
-        raise InputError("attention_mask hides or shows other past tokens than before: they are stored already")
+    past = None
+    if mask.shape[1] == columns and any(layer.seen):
+        hidden = layer.hidden or [0] * len(layer.seen)
+        known = [seen - gone + new for seen, gone, new in zip(layer.seen, hidden, tokens, strict=True)]
+        past = mask[:, :-queries].bool() if mask.sum(dim=1).tolist() != known else None
     if min(tokens) == queries:
-        return None
+        return Padding(None, past)
     if bool((new[:, 1:] < new[:, :-1]).any()):
         raise InputError(
             "pads stand after real tokens (right padding): set tokenizer.padding_side = 'left', "
             "so that every row ends with its newest token"
         )
-    return tokens
+    return Padding(tokens, past)
 
 
 def mask_function(**arguments: Any) -> LazyMask:
@@ -107,9 +116,10 @@ def attention_function(
             raise UnsupportedModelError(f"{type(module).__name__} needs {name!r}, which kvstrata does not compute yet")
     if isinstance(attention_mask, Tensor):
         raise InputError("a custom 4-D attention mask cannot follow evictions: pass the 2-D padding mask")
-    tokens = attention_mask.tokens(query.shape[2], key.layer) if attention_mask is not None else None
+    padding = attention_mask.padding(query.shape[2], key.layer) if attention_mask is not None else NO_PADDING
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = key.layer.attend(query.detach(), key.keys.detach(), value.detach(), tokens, scale)
+    q, k, v = query.detach(), key.keys.detach(), value.detach()
+    out = key.layer.attend(q, k, v, padding.tokens, scale, padding.past)
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -51,6 +51,9 @@ def check_model(model: object) -> None:
         raise UnsupportedModelError(f"compress() takes a transformers model, not {type(model).__name__}")
     if model.config.is_encoder_decoder:
         raise UnsupportedModelError(f"{type(model).__name__} is an encoder-decoder; kvstrata compresses decoders")
+    causal = [module.is_causal for module in model.modules() if hasattr(module, "is_causal")]
+    if causal and not any(causal):
+        raise UnsupportedModelError(f"{type(model).__name__}'s attention is not causal; kvstrata compresses decoders")
     selectable = cast(Any, model)._can_set_attn_implementation()
     if not selectable:
         raise UnsupportedModelError(
