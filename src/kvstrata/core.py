@@ -72,7 +72,7 @@ class LayerShape:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Signals:
-    """What one layer may show a policy after attention. Entries stand in ascending order of position.
+    """What one layer may show a policy after attention. Entries stand in no particular order; `position` tells.
 
     The heads axis of `position`, `valid`, `protected` and of every column is 1 where all heads of the layer hold
     the same tokens, else H. Slots past a row's length are not `valid` and hold no meaning.

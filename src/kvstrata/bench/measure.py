@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import platform
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
-import transformers
 
 from kvstrata._version import __version__
 
@@ -42,7 +42,7 @@ def provenance() -> dict[str, str | int]:
     return {
         "kvstrata": __version__,
         "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        "transformers": version("transformers"),
         "python": platform.python_version(),
         "processor": _processor(),
         "threads": torch.get_num_threads(),

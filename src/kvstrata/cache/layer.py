@@ -81,6 +81,8 @@ class Layer:
         seen = self.seen or [0] * batch
         phase: Phase = "prefill" if not any(seen) or queries > PREFILL_ABOVE else "decode"
         self.store.append(k, v, tokens, seen, self.step)
+        if self._kernels == "exact":  # which sums in order of position, as an uncompressed cache does
+            self.store.sort()
         self.seen = [old + new for old, new in zip(seen, tokens, strict=True)]
         self.columns_fed += queries
         self._remember(queries, tokens)
@@ -138,8 +140,8 @@ class Layer:
     def _settle(self, rule: Rule, limits: list[tuple[int, ...]] | None, mass: Tensor | None) -> None:
         store = self.store
         position, valid = store.column("position"), store.valid()
-        columns = {column.name: store.column(column.name) for column in store.columns}
-        protected = rule.protected(position, valid, self.seen, limits) if limits else torch.zeros_like(valid)
+        columns = {column.name: store.column(column.name) for column in rule.scorer.columns}
+        protected = rule.protected(position, valid, self.seen, limits) if limits else ~valid
         keys = store.keys() if limits and "keys" in rule.scorer.needs else None
         signals = Signals(self.index, self.step, position, valid, protected, columns, mass, keys)
         for name, value in rule.scorer.observe(signals).items():

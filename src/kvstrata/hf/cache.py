@@ -116,8 +116,8 @@ class StrataCache(Cache):
         store = self.strata[layer].store
         if store.is_empty:
             return []
-        column = store.column("position")[row, head if store.per_head else 0]
-        return column[: store.lengths()[row][head if store.per_head else 0]].tolist()
+        head = head if store.per_head else 0
+        return store.column("position")[row, head, : store.lengths()[row][head]].sort().values.tolist()
 
     def report(self) -> Report:
         """What is held, what was dropped, and why not where nothing was."""

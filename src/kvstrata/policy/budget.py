@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from decimal import Decimal
 from fractions import Fraction
 from typing import Literal, Protocol
 
@@ -72,7 +73,7 @@ class Share:
         return (max(1, int(seen * self.fraction)),)
 
     def __str__(self) -> str:
-        return f"{float(self.fraction * 100):g}%"
+        return f"{Decimal(str(float(self.fraction * 100))):f}".removesuffix(".0") + "%"
 
 
 @dataclass(frozen=True, slots=True)

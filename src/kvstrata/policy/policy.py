@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -56,8 +57,9 @@ class Rule:
         shape = signals.position.shape
         cap = torch.tensor(limits, device=z.device)
         protected, valid = signals.protected.expand(shape), signals.valid.expand(shape)
-        keep = select(z.expand(shape), cap, protected, valid, pooled=self.granularity.heads == "pooled")
-        return Plan(self.tiers.assign(keep), (z.isnan() & valid).sum())
+        pooled = self.granularity.heads == "pooled"
+        keep = select(z.expand(shape), signals.position, cap, protected, valid, pooled)
+        return Plan(self.tiers.assign(keep), (z.isnan() & signals.valid).sum())
 
     def overruns(self, limits: list[tuple[int, ...]]) -> int:
         """How many rows and heads have more protected tokens than they may keep."""
@@ -65,6 +67,8 @@ class Rule:
 
     def protected(self, position: Tensor, valid: Tensor, seen: list[int], limits: list[tuple[int, ...]]) -> Tensor:
         """[B, 1|H, N] bool: sinks and recent tokens of every row, and of every head where budgets differ."""
+        if self.protect == Protect():
+            return torch.zeros((), dtype=torch.bool, device=position.device).expand(position.shape)
         bounds = [[self.protect.resolve(cap) for cap in caps] for caps in limits]  # [B][1|H] (sinks, recent)
         sinks = torch.tensor([[s for s, _ in row] for row in bounds], device=position.device)[..., None]
         oldest = [[tokens - r for _, r in row] for tokens, row in zip(seen, bounds, strict=True)]
@@ -95,6 +99,14 @@ class Policy:
 
     name: str
     table: tuple[LayerRange, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        ranges = sorted(self.table, key=lambda entry: entry.first)
+        for before, after in pairwise(ranges):
+            if before.last is None or before.last >= after.first:
+                raise SpecError(
+                    f"policy {self.name!r}: two ranges hold layer {after.first}; let them end before each other"
+                )
 
     @classmethod
     def everywhere(cls, name: str, prefill: Rule | None, decode: Rule | None) -> Policy:

@@ -5,28 +5,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-LOWEST = torch.finfo(torch.float32).min
+NAN, INFINITY = -1e300, 1e200  # in float64: NaN under every number, infinities beyond every float32
 
 
-def select(u: Tensor, cap: Tensor, protected: Tensor, valid: Tensor, pooled: bool = False) -> Tensor:
+def select(u: Tensor, position: Tensor, cap: Tensor, protected: Tensor, valid: Tensor, pooled: bool = False) -> Tensor:
     """Keep the `cap` best units of each row and head, or (`pooled`) of each row over all its heads.
 
-    Protected units always stay, even beyond `cap`; NaN ranks below every number; ties go to the later unit; at least
-    one valid unit is kept. Units stand in ascending order of position.
+    Protected units always stay, even beyond `cap`; NaN ranks below every number; ties go to the later position; at
+    least one valid unit of every row and head is kept.
 
-    u [B, H, U] fp32 · cap [B, 1|H] int64, per head also when pooled · protected, valid [B, H, U] bool
-    -> keep [B, H, U] bool
+    u [B, H, U] float · position [B, H, U] int · cap [B, 1|H] int64, per head also when pooled
+    protected, valid [B, H, U] bool -> keep [B, H, U] bool
     """
     if pooled:
-        protected = select(u, torch.ones_like(cap), protected, valid)  # no head ends empty
+        protected = select(u, position, torch.ones_like(cap), protected, valid)  # no head ends empty
         total = cap.expand(u.shape[:2]).sum(dim=1, keepdim=True)
-        flat = [t.transpose(1, 2).flatten(1)[:, None] for t in (u, protected, valid)]  # position-major: ties stay fair
-        keep = select(flat[0], total, flat[1], flat[2])
-        return keep.view(u.shape[0], u.shape[2], u.shape[1]).transpose(1, 2)
-    u = u.nan_to_num(nan=LOWEST, posinf=-LOWEST, neginf=LOWEST)
+        flat = [t.flatten(1)[:, None] for t in (u, position, protected, valid)]
+        return select(flat[0], flat[1], total, flat[2], flat[3]).view(u.shape)
+    u = u.double().nan_to_num_(nan=NAN, posinf=INFINITY, neginf=-INFINITY)
     u = u.masked_fill(protected, torch.inf).masked_fill_(~valid, -torch.inf)
-    count = torch.maximum(cap, protected.sum(dim=-1)).clamp_min(1)  # [B, H]
-    order = u.flip(-1).argsort(dim=-1, descending=True, stable=True)
+    count = torch.maximum(cap, protected.sum(dim=-1)).clamp_min_(1)  # [B, H]
+    newest = position.argsort(dim=-1, descending=True, stable=True)
+    order = newest.gather(-1, u.gather(-1, newest).argsort(dim=-1, descending=True, stable=True))
     first = torch.arange(u.shape[-1], device=u.device) < count[..., None]
-    keep = torch.zeros_like(valid).scatter_(-1, order, first).flip(-1)
-    return keep & valid
+    return torch.zeros_like(valid).scatter_(-1, order, first) & valid

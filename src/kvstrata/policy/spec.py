@@ -36,6 +36,19 @@ from kvstrata.policy.scorers import SCORERS, Scorer
 from kvstrata.policy.trigger import Every
 from kvstrata.registry import unknown
 
+
+class _StrictLoader(yaml.SafeLoader):
+    """YAML without the silent last-one-wins of repeated keys."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Refuse a key given twice."""
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise SpecError(f"{str(key)!r} is given twice in line {node.start_mark.line + 1} and after")
+        return super().construct_mapping(node, deep)
+
+
 T = TypeVar("T")
 Table = Mapping[str, Any]
 
@@ -72,7 +85,7 @@ def split_specs(text: str) -> list[str]:
 def read_policy(path: Path) -> Policy:
     """Read a policy from a YAML file; forms in the module docstring."""
     try:
-        data = yaml.safe_load(path.read_text())
+        data = yaml.load(path.read_text(), _StrictLoader)
     except FileNotFoundError as error:
         raise SpecError(f"no policy file at {path}") from error
     except yaml.YAMLError as error:

@@ -16,4 +16,4 @@ class Native:
 
     def assign(self, keep: Tensor) -> Tensor:
         """keep [B, 1|H, N] bool -> tier [B, 1|H, N] uint8."""
-        return torch.where(keep, int(Tier.EXACT), int(Tier.DROP)).to(torch.uint8)
+        return keep.to(torch.uint8) * int(Tier.EXACT)

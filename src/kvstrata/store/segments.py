@@ -6,7 +6,6 @@ in ascending order of position. Payload of a row whose heads share their tokens 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
@@ -16,13 +15,22 @@ PAGE = 64  # free slots a segment gets when it had to grow, so that appending se
 STEADY = 8  # free slots after a plan: a layer that evicts at every step needs no more
 
 
-@dataclass(slots=True)
 class Segments:
     """Lengths, capacities and first slots of the segments, in order (row, head)."""
 
-    lengths: list[int]
-    capacities: list[int] = field(default_factory=list[int])
-    starts: list[int] = field(default_factory=list[int])
+    __slots__ = ("_alike", "capacities", "lengths", "starts", "uniform")
+
+    def __init__(
+        self, lengths: list[int], capacities: list[int] | None = None, starts: list[int] | None = None
+    ) -> None:
+        self.capacities, self.starts = capacities or [], starts or []
+        self._alike = len(set(self.capacities)) == 1
+        self.resize(lengths)
+
+    def resize(self, lengths: list[int]) -> None:
+        """Set the lengths; `uniform` then says whether all are one, in one capacity, so that plain views serve."""
+        self.lengths = lengths
+        self.uniform = self._alike and len(set(lengths)) == 1
 
     @classmethod
     def fit(cls, lengths: list[int], slack: int = PAGE) -> Segments:
@@ -45,11 +53,6 @@ class Segments:
         """Length of the longest segment."""
         return max(self.lengths)
 
-    @property
-    def uniform(self) -> bool:
-        """Whether all segments have one length and one capacity, so that plain views serve."""
-        return len(set(self.lengths)) == 1 and len(set(self.capacities)) == 1
-
     def fits(self, lengths: list[int]) -> bool:
         """Whether these lengths fit where the segments lie, without leaving more than a page free in any."""
         return all(0 <= cap - new <= PAGE for cap, new in zip(self.capacities, lengths, strict=True))
@@ -61,3 +64,14 @@ class Segments:
     def starts_on(self, device: torch.device) -> Tensor:
         """First slots as an int64 tensor."""
         return torch.tensor(self.starts, device=device)
+
+    def rows(self, width: int, segment: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows of the payload [entries * width] and of the columns [entries] for the given slots.
+
+        A segment's payload holds its `width` heads one after the other.
+        """
+        start, device = self.starts_on(slot.device)[segment], slot.device
+        if width == 1:
+            return (row := start + slot), row
+        heads = torch.tensor(self.capacities, device=device)[segment, None] * torch.arange(width, device=device)
+        return ((start * width + slot)[:, None] + heads).flatten(), start + slot

@@ -26,11 +26,11 @@ class Block:
 class LayerStore:
     """Entries of one layer: keys, values and columns, per row or (`per_head`) per row and head.
 
-    Entries of a segment stay in ascending order of position. Appending writes in place; a buffer is laid out anew
-    when a segment is full (then with one page of slack each) or when a plan leaves more than a page free. Views and
-    blocks taken before a call that changes the store are invalid after it.
-
-    A buffer is one allocation per layer; `held` equals `reserved` but for copies in the making.
+    Appending writes in place. A plan that drops few entries lets the last ones take their places, so slots of a
+    segment stand in no particular order and the position column tells. Buffers, one allocation each per layer, are
+    laid out anew when a segment is full (then with one page of slack each) or when a plan leaves more than a page
+    free; `held` equals `reserved` but for copies in the making. Views and blocks taken before a call that changes the
+    store are invalid after it.
     """
 
     def __init__(self, layer: int, columns: Sequence[Column], per_head: bool, account: Account) -> None:
@@ -42,8 +42,10 @@ class LayerStore:
     def _reset(self) -> None:
         self.batch_size = self.num_kv_heads = 0
         self.segments = Segments([])
+        self._ordered = True  # whether slots of every segment ascend in position
         self._k = self._v = torch.empty(0)
         self._columns: dict[str, Tensor] = {}
+        self._reserved = 0
         self._account.set(self.layer, Bytes())
 
     def reset(self) -> None:
@@ -89,14 +91,16 @@ class LayerStore:
 
     def _settle_account(self, transient: int = 0) -> None:
         per_slot = 0 if self.is_empty else self.entry_bytes // self.segment_heads
-        reserved = _nbytes(self._k, self._v, *self._columns.values())
         live, held = per_slot * self.segments.entries, per_slot * self.segments.slots
-        self._account.set(self.layer, Bytes(live, held, reserved + transient))
+        self._account.set(self.layer, Bytes(live, held, self._reserved + transient))
 
     # -- reading ------------------------------------------------------------------------------------------------
 
     def blocks(self, split_rows: bool = False) -> Iterator[Block]:
-        """Yield views that cover every segment once; one block where all lengths agree and rows need not be apart."""
+        """Yield views that cover every segment once, entries in slot order; one block where all lengths agree.
+
+        With `split_rows` rows come apart even then.
+        """
         segs, rows, heads = self.segments, self.batch_size, self.num_kv_heads
         if segs.uniform and not split_rows:
             shape = (rows, heads, segs.capacities[0], -1)
@@ -112,7 +116,7 @@ class LayerStore:
             yield Block(slice(row, row + 1), slice(head, head + width), k, v)
 
     def keys(self) -> Tensor:
-        """All keys as [B, H, N, D]; zeros past a segment's length. A view where all lengths agree."""
+        """All keys as [B, H, N, D] in slot order; zeros past a segment's length. A view where all lengths agree."""
         if self.segments.uniform:
             return next(self.blocks()).k
         dense = self._k.new_zeros(self.batch_size, self.num_kv_heads, self.longest, self._k.shape[1])
@@ -121,7 +125,7 @@ class LayerStore:
         return dense
 
     def column(self, name: str) -> Tensor:
-        """One column as [B, 1|H, N]; zeros past a segment's length. Not to be written to."""
+        """One column as [B, 1|H, N] in slot order; zeros past a segment's length. Not to be written to."""
         shape = (self.batch_size, self.segment_heads, -1)
         flat, segs = self._columns[name], self.segments
         if segs.uniform:
@@ -138,8 +142,23 @@ class LayerStore:
         valid = self.valid().flatten(0, 1)
         flat[self._slots()[valid]] = value.flatten(0, 1)[valid].to(flat.dtype)
 
+    def sort(self) -> None:
+        """Put the entries of every segment into ascending order of position."""
+        if self._ordered or self.is_empty:
+            return
+        position = self.column("position").masked_fill(~self.valid(), torch.iinfo(torch.int32).max).flatten(0, 1)
+        order = position.argsort(dim=-1)
+        segment, place = self.valid().flatten(0, 1).nonzero(as_tuple=True)
+        at = self.segments.rows(self._width, segment, order[segment, place])
+        self._copy(at, self.segments.rows(self._width, segment, place), self._buffers())
+        self._ordered = True
+        self._settle_account()
+
     def valid(self) -> Tensor:
         """[B, 1|H, N] bool: which slots of the dense forms hold an entry."""
+        if self.segments.uniform:
+            whole = torch.ones(1, 1, 1, dtype=torch.bool, device=self._k.device)
+            return whole.expand(self.batch_size, self.segment_heads, self.longest)
         lengths = torch.tensor(self.segments.lengths, device=self._k.device)
         mask = torch.arange(self.longest, device=self._k.device) < lengths[:, None]
         return mask.view(self.batch_size, self.segment_heads, -1)
@@ -159,30 +178,30 @@ class LayerStore:
         if self.is_empty:
             self.batch_size, self.num_kv_heads = k.shape[:2]
             self._lay_out(Segments.fit([0] * (self.batch_size * self.segment_heads)), k)
-        old = self.segments.lengths
-        grown = [n + tokens[index // self.segment_heads] for index, n in enumerate(old)]
-        if not self.segments.has_room(grown):
-            self._move(self.segments.lengths, Segments.fit(grown))
-        self.segments.lengths = grown
-        ragged = len(set(tokens)) > 1 or not self.segments.uniform
-        for block in self.blocks(split_rows=ragged):
-            new = tokens[block.rows.start or 0]
-            if new:
-                block.k[:, :, -new:] = k[block.rows, block.heads, -new:]
-                block.v[:, :, -new:] = v[block.rows, block.heads, -new:]
-        ragged = ragged or len(set(first)) > 1
+        old = self.segments
+        new = tokens if self.segment_heads == 1 else [n for n in tokens for _ in range(self.segment_heads)]
+        grown = [n + more for n, more in zip(old.lengths, new, strict=True)]
+        if not old.has_room(grown):
+            self._move(old.lengths, Segments.fit(grown))
+        self.segments.resize(grown)
+        alike = len(set(tokens)) == 1 and self.segments.uniform
+        for block in self.blocks(split_rows=not alike):
+            if count := tokens[block.rows.start or 0]:
+                block.k[:, :, -count:] = k[block.rows, block.heads, -count:]
+                block.v[:, :, -count:] = v[block.rows, block.heads, -count:]
+        alike = alike and len(set(first)) == 1
         for name, flat in self._columns.items():
-            for row, tail in self._tails(flat, tokens, ragged):
+            for row, tail in self._tails(flat, tokens, alike):
                 if name == POSITION.name:
                     tail.copy_(torch.arange(first[row], first[row] + tokens[row], device=flat.device))
                 else:
                     tail.fill_(step if name == STEP.name else 0)
         self._settle_account()
 
-    def _tails(self, flat: Tensor, tokens: Sequence[int], ragged: bool) -> Iterator[tuple[int, Tensor]]:
-        """Yield (row, view [segments, tokens[row]]) of the newest slots of a column; all rows at once if not ragged."""
+    def _tails(self, flat: Tensor, tokens: Sequence[int], alike: bool) -> Iterator[tuple[int, Tensor]]:
+        """Yield (row, view [segments, tokens[row]]) of the newest slots of a column; all rows at once if alike."""
         segs = self.segments
-        if not ragged:
+        if alike:
             n = segs.lengths[0]
             yield 0, flat.view(len(segs.lengths), -1)[:, n - tokens[0] : n]
             return
@@ -202,7 +221,8 @@ class LayerStore:
         before = self.segments.lengths
         if kept == before:
             return 0
-        self._compact(keep.flatten(0, 1), kept)
+        close = self._fill_holes if self.segments.fits(kept) else self._close_up
+        close(keep.flatten(0, 1), kept)
         self._settle_account()
         return sum(before) - sum(kept)
 
@@ -228,6 +248,7 @@ class LayerStore:
         self._k = like.new_empty(slots * width, like.shape[-1])
         self._v = like.new_empty(slots * width, like.shape[-1])
         self._columns = {c.name: torch.zeros(slots, dtype=c.dtype, device=like.device) for c in self.columns}
+        self._reserved = _nbytes(*self._buffers())
 
     def _move(self, lengths: list[int], target: Segments) -> None:
         """Copy the first lengths[i] entries of every segment into buffers laid out as `target`."""
@@ -246,48 +267,53 @@ class LayerStore:
                 ]
         self._settle_account(_nbytes(old_k, old_v, *old_columns.values()))
 
-    def _compact(self, keep: Tensor, kept: list[int]) -> None:
-        """Move the kept entries of every segment together. keep [segments, N]; kept: its row sums."""
-        source = self.segments
-        in_place = source.fits(kept)
-        target = Segments(kept, source.capacities, source.starts) if in_place else Segments.fit(kept, STEADY)
-        segment, slot = keep.nonzero(as_tuple=True)
-        place = (keep.cumsum(dim=-1) - 1)[segment, slot]
-        if in_place:
-            moved = place != slot
-            segment, slot, place = segment[moved], slot[moved], place[moved]
-        old_k, old_v, old_columns = self._k, self._v, self._columns
-        if in_place:
-            self.segments = target
-        else:
-            self._lay_out(target, old_k)
-        at, to = (
-            _payload_slots(source, self._width, segment, slot),
-            _payload_slots(target, self._width, segment, place),
-        )
-        self._k.index_copy_(0, to, old_k.index_select(0, at))
-        self._v.index_copy_(0, to, old_v.index_select(0, at))
-        device = keep.device
-        at, to = source.starts_on(device)[segment] + slot, target.starts_on(device)[segment] + place
-        for name, flat in self._columns.items():
-            flat.index_copy_(0, to, old_columns[name].index_select(0, at))
-        if not in_place:
-            self._settle_account(_nbytes(old_k, old_v, *old_columns.values()))
+    def _fill_holes(self, keep: Tensor, kept: list[int]) -> None:
+        """Let the last kept entries of every segment take the places of those dropped before them: few are copied."""
+        dropped: list[list[int]] = [[] for _ in kept]
+        for index, slot in (~keep).nonzero().tolist():
+            dropped[index].append(slot)
+        at: list[tuple[int, int]] = []  # (segment, slot) of those that move
+        to: list[tuple[int, int]] = []
+        for index, (gone, end, n) in enumerate(zip(dropped, kept, self.segments.lengths, strict=True)):
+            last = [slot for slot in range(end, n) if slot not in gone]
+            at += [(index, slot) for slot in last]
+            to += [(index, slot) for slot in gone[: len(last)]]
+        if at:
+            self._copy(self._rows_of(at), self._rows_of(to), self._buffers())
+            self._ordered = False
+        self.segments.resize(kept)
+
+    def _rows_of(self, slots: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+        """Rows of the payload and of the columns for these (segment, slot); for few of them."""
+        starts, caps, width, device = self.segments.starts, self.segments.capacities, self._width, self._k.device
+        payload = [starts[i] * width + head * caps[i] + slot for i, slot in slots for head in range(width)]
+        if width == 1:
+            return (rows := torch.tensor(payload, device=device)), rows
+        return torch.tensor(payload, device=device), torch.tensor([starts[i] + n for i, n in slots], device=device)
+
+    def _close_up(self, keep: Tensor, kept: list[int]) -> None:
+        """Copy the kept entries into smaller buffers, in the order they had."""
+        source, old, width = self.segments, self._buffers(), self._width
+        self._lay_out(Segments.fit(kept, STEADY), self._k)
+        segment, at = keep.nonzero(as_tuple=True)
+        place = (keep.cumsum(dim=-1) - 1)[segment, at]
+        self._copy(source.rows(width, segment, at), self.segments.rows(width, segment, place), old)
+
+    def _copy(self, at: tuple[Tensor, Tensor], to: tuple[Tensor, Tensor], old: Sequence[Tensor]) -> None:
+        """Copy rows `at` of `old` to rows `to` of the present buffers; each names rows of payload and of columns."""
+        away = [before for before, now in zip(old, self._buffers(), strict=True) if before is not now]
+        self._settle_account(_nbytes(*away) + at[0].numel() * old[0][0].nbytes)  # and the largest gathered copy
+        for index, (before, now) in enumerate(zip(old, self._buffers(), strict=True)):
+            column = index > 1  # keys and values come first
+            now.index_copy_(0, to[column], before.index_select(0, at[column]))
+
+    def _buffers(self) -> tuple[Tensor, ...]:
+        return (self._k, self._v, *self._columns.values())
 
     @property
     def _width(self) -> int:
         """Heads that one segment serves: payload rows per slot."""
         return 1 if self.per_head else self.num_kv_heads
-
-
-def _payload_slots(segments: Segments, width: int, segment: Tensor, slot: Tensor) -> Tensor:
-    """Payload rows [entries * width] of the given slots: a segment holds its heads one after the other."""
-    device = segment.device
-    base = segments.starts_on(device)[segment] * width + slot
-    if width == 1:
-        return base
-    stride = torch.tensor(segments.capacities, device=device)[segment]
-    return (base[:, None] + stride[:, None] * torch.arange(width, device=device)).flatten()
 
 
 def _nbytes(*tensors: Tensor) -> int:

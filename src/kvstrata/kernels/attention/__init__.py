@@ -25,9 +25,9 @@ KernelName = Literal["reference", "exact"]
 class Attended:
     """What attention returns.
 
-    out [B, H*G, Q, D] in the dtype of q. lse [B, H*G, Q] fp32, natural log; None where no mass was asked for.
-    mass [B, H, N] fp32: softmax probability received by each key, summed over the last `mass_rows` queries and
-    averaged over the G query heads of its group; None where `mass_rows` was 0.
+    out [B, H*G, Q, D] in the dtype of q. lse [B, H*G, R] fp32, natural log, of the last R = `mass_rows` queries.
+    mass [B, H, N] fp32: softmax probability received by each key, summed over those queries and averaged over the G
+    query heads of its group. lse and mass are None where `mass_rows` was 0.
     """
 
     out: Tensor

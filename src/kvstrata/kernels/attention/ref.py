@@ -20,8 +20,10 @@ def attend(
     if q.shape[2] == 1:
         return _decode(q, k, v, scale=scale, mass=mass_rows > 0)
     out, lse = _causal(q, k, v, scale=scale)
-    mass = column_mass(q[:, :, -mass_rows:], k, lse[:, :, -mass_rows:], scale=scale) if mass_rows else None
-    return out, lse, mass
+    if not mass_rows:
+        return out, None, None
+    lse = lse[:, :, -mass_rows:]
+    return out, lse, column_mass(q[:, :, -mass_rows:], k, lse, scale=scale)
 
 
 def _decode(

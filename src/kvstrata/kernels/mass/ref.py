@@ -39,7 +39,7 @@ def column_mass(q: Tensor, k: Tensor, lse: Tensor, *, scale: float) -> Tensor:
         first = keys - rows + start
         seen = keys - rows + stop
         scores = _block_scores(q[:, :, start:stop], k[:, :, :seen], first, scale)
-        scores -= lse.view(batch, heads, group, rows)[..., start:stop, None]
+        scores -= lse.reshape(batch, heads, group, rows)[..., start:stop, None]
         mass[:, :, :seen] += scores.exp_().sum(dim=(2, 3))
     return mass.div_(group)
 

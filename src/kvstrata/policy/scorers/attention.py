@@ -84,5 +84,7 @@ class WindowMass(Stateless):
         mass = _mass(signals, signals.position.shape[1])
         if self.pool == 1:
             return mass
-        candidates = mass.masked_fill(signals.protected, 0.0)
-        return avg_pool1d(candidates, self.pool, stride=1, padding=self.pool // 2)
+        order = signals.position.masked_fill(~signals.valid, torch.iinfo(torch.int32).max).argsort(dim=-1)
+        candidates = mass.masked_fill(signals.protected, 0.0).gather(-1, order)
+        pooled = avg_pool1d(candidates, self.pool, stride=1, padding=self.pool // 2)
+        return torch.empty_like(mass).scatter_(-1, order, pooled)
