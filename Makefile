@@ -19,7 +19,7 @@ demo-short: $(VENV)/installed
 	mkdir -p build && $(BIN)/python examples/demo.py --short --out build/demo-short.png
 
 test: check  ## Lint, types and all tests that take seconds
-	$(BIN)/python -m pytest -m "not slow and not model"
+	$(BIN)/python -m pytest -n 2 -m "not slow and not model"
 
 check: $(VENV)/installed
 	$(BIN)/ruff format --check .

@@ -7,6 +7,8 @@ from functools import cache
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from kvstrata.hf.compat import CACHE_KEYWORD
+
 PRESETS = ("window", "streaming", "random", "keynorm", "keydiff", "h2o", "tova", "snapkv")
 ALL = ("full", *PRESETS)
 POOLED = {  # heads of a layer share the budget, so they end with different lengths
@@ -71,9 +73,14 @@ def feed(model, ids, cache, chunks, mask=None):
             seen = mask[:, :stop]
             positions = (seen.cumsum(1) - 1).clamp_min(0)[:, start:stop]
             extra = {"attention_mask": seen, "position_ids": positions}
-        parts.append(model(ids[:, start:stop], cache=cache, **extra).logits)
+        parts.append(model(ids[:, start:stop], **kv(cache), **extra).logits)
         start = stop
     return torch.cat(parts, dim=1)
+
+
+def kv(cache):
+    """The cache as the keyword that the installed transformers calls it by."""
+    return {CACHE_KEYWORD: cache}
 
 
 def spec(name: str, budget: str | int) -> str:

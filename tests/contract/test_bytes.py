@@ -7,7 +7,7 @@ import yaml
 import kvstrata
 from kvstrata.store.segments import PAGE
 
-from .runs import POOLED, PRESETS, feed, prompt, spec, tiny
+from .runs import POOLED, PRESETS, feed, kv, prompt, spec, tiny
 
 LAYERS, HEADS, DIM = 3, 2, 16
 PAYLOAD = 2 * HEADS * DIM * 4  # one token, one layer, fp32
@@ -53,13 +53,13 @@ UNITS = {
 def test_a_budget_in_bytes_binds_live_bytes(name, budget, per_layer):
     """Two rows; the unit says whose bytes they are."""
     with kvstrata.compress(tiny(), spec(name, budget)) as cache:
-        tiny()(prompt(200, 2), cache=cache)
+        tiny()(prompt(200, 2), **kv(cache))
         for _ in range(5):
             live, fits = cache.nbytes.live, int(per_layer // entry(name))
             assert live == LAYERS * 2 * fits * entry(name)
             if name == "snapkv":
                 break
-            tiny()(prompt(1, 2), cache=cache)
+            tiny()(prompt(1, 2), **kv(cache))
 
 
 def test_a_budget_per_head_is_met_and_freed():
@@ -88,14 +88,14 @@ def test_rows_of_a_padded_batch_are_charged_for_their_own_tokens():
     ids, mask = prompt(200, 2), torch.ones(2, 200, dtype=torch.long)
     mask[0, :190] = 0
     with kvstrata.compress(tiny(), "full") as cache:
-        tiny()(ids, attention_mask=mask, cache=cache)
+        tiny()(ids, attention_mask=mask, **kv(cache))
         assert cache.nbytes.live == LAYERS * 210 * entry("full")
         assert storage_bytes(cache) <= LAYERS * (210 + 2 * PAGE) * entry("full")
 
 
 def test_the_peak_includes_the_prompt_of_one_layer_but_not_of_all():
     with kvstrata.compress(tiny(), "h2o:budget=20") as cache:
-        tiny()(prompt(2000), cache=cache)
+        tiny()(prompt(2000), **kv(cache))
         peak = cache.account.peak
     assert peak.live >= 2000 * entry("h2o")
     assert peak.live <= (2000 + 2 * 20) * entry("h2o")
@@ -104,10 +104,10 @@ def test_the_peak_includes_the_prompt_of_one_layer_but_not_of_all():
 def test_appending_does_not_copy_the_cache():
     model = tiny()
     with kvstrata.compress(model, "full") as cache:
-        model(prompt(500), cache=cache)
+        model(prompt(500), **kv(cache))
         pointers = set()
         for step in range(100):
-            model(prompt(1, seed=step), cache=cache)
+            model(prompt(1, seed=step), **kv(cache))
             pointers.add(cache.strata[0].store._k.data_ptr())
     assert len(pointers) <= 2 + 100 // PAGE
 
@@ -116,10 +116,10 @@ def test_appending_does_not_copy_the_cache():
 def test_a_steady_budget_moves_entries_in_place(name):
     model = tiny()
     with kvstrata.compress(model, spec(name, 256)) as cache:
-        model(prompt(500), cache=cache)
+        model(prompt(500), **kv(cache))
         before = cache.strata[0].store._k.data_ptr()
         for step in range(150):
-            model(prompt(1, seed=step), cache=cache)
+            model(prompt(1, seed=step), **kv(cache))
         assert cache.strata[0].store._k.data_ptr() == before
 
 

@@ -7,7 +7,7 @@ from transformers import BertConfig, BertModel, MambaConfig, MambaForCausalLM, T
 import kvstrata
 from kvstrata.hf import compat
 
-from .runs import ALL, feed, prompt, spec, tiny
+from .runs import ALL, feed, kv, prompt, spec, tiny
 
 BAD_SPECS = {
     "unknown preset": ("h20", "Did you mean 'h2o'"),
@@ -39,12 +39,12 @@ def test_kernels_are_checked():
 
 def test_bytes_that_hold_no_token_are_refused_at_the_first_forward():
     with kvstrata.compress(tiny(), "h2o:budget=100B") as cache, pytest.raises(kvstrata.SpecError, match="give more"):
-        tiny()(prompt(20), cache=cache)
+        tiny()(prompt(20), **kv(cache))
 
 
 def test_head_budgets_for_another_number_of_heads():
     with kvstrata.compress(tiny(), "h2o:budget=4/5/6") as cache, pytest.raises(kvstrata.SpecError, match="2 key-value"):
-        tiny()(prompt(20), cache=cache)
+        tiny()(prompt(20), **kv(cache))
 
 
 def test_a_layer_that_no_range_covers(tmp_path):
@@ -65,14 +65,14 @@ def test_an_empty_prompt():
 
 def test_another_batch_size_than_what_is_stored():
     with kvstrata.compress(tiny(), "h2o") as cache:
-        tiny()(prompt(20, 2), cache=cache)
+        tiny()(prompt(20, 2), **kv(cache))
         with pytest.raises(kvstrata.InputError, match="holds 2"):
-            tiny()(prompt(1, 3), cache=cache)
+            tiny()(prompt(1, 3), **kv(cache))
 
 
 def test_crop_wants_a_negative_number():
     with kvstrata.compress(tiny(), "h2o") as cache:
-        tiny()(prompt(20), cache=cache)
+        tiny()(prompt(20), **kv(cache))
         with pytest.raises(kvstrata.InputError, match="negative"):
             cache.crop(5)
 
@@ -105,10 +105,10 @@ def test_nan_passes_through_and_is_counted(name):
     model, ids = tiny(), prompt(40)
     weight = model.model.layers[1].self_attn.k_proj.weight
     with torch.no_grad(), kvstrata.compress(model, spec(name, 12)) as cache:
-        model(ids[:, :30], cache=cache)
+        model(ids[:, :30], **kv(cache))
         kept, weight.data = weight.data, weight.data * float("nan")
         try:
-            logits = model(ids[:, 30:31], cache=cache).logits
+            logits = model(ids[:, 30:31], **kv(cache)).logits
         finally:
             weight.data = kept
         assert logits.isnan().all()

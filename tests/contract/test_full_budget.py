@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import kvstrata
+from kvstrata.hf.compat import CACHE_KEYWORD
 
 from .runs import ALL, feed, prompt, spec, stock, tiny
 
@@ -53,7 +54,7 @@ def test_bf16_error_is_of_the_size_of_the_stock_cache_s_own(name, chunks):
 
 
 @pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("keyword", ["cache", "past_key_values"])
+@pytest.mark.parametrize("keyword", sorted({"past_key_values", CACHE_KEYWORD}))
 @pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
 def test_generate_takes_the_cache_under_both_names(name, keyword):
     model, ids = tiny(), prompt(30)

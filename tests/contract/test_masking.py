@@ -7,7 +7,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 import kvstrata
 
-from .runs import POOLED, PRESETS, prompt, spec, stock, tiny
+from .runs import POOLED, PRESETS, kv, prompt, spec, stock, tiny
 
 CHUNKS = [40, 20, *[1] * 20]
 
@@ -39,7 +39,7 @@ def replay(model, ids, schedule):
     model.set_attn_implementation("masked-replay")
     try:
         for length in CHUNKS:
-            parts.append(model(ids[:, start : start + length], cache=cache).logits)
+            parts.append(model(ids[:, start : start + length], **kv(cache)).logits)
             start, attention.step = start + length, attention.step + 1
     finally:
         model.set_attn_implementation("sdpa")
@@ -54,7 +54,7 @@ def compressed(model, ids, policy):
             schedule.append(
                 [[[cache.entries(i, row, head) for head in range(2)] for row in range(len(ids))] for i in range(3)]
             )
-            parts.append(model(ids[:, start : start + length], cache=cache).logits)
+            parts.append(model(ids[:, start : start + length], **kv(cache)).logits)
             start += length
     return torch.cat(parts, 1), schedule
 

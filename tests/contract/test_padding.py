@@ -5,7 +5,7 @@ import torch
 
 import kvstrata
 
-from .runs import ALL, feed, prompt, spec, tiny
+from .runs import ALL, feed, kv, prompt, spec, tiny
 
 LENGTHS = (12, 40, 31)
 
@@ -41,10 +41,10 @@ def test_generate_on_a_padded_batch(name):
     model = tiny()
     ids, mask, rows = padded_batch(new=0)
     with kvstrata.compress(model, spec(name, 10)) as cache:
-        batch = model.generate(ids, attention_mask=mask, cache=cache, max_new_tokens=8, do_sample=False)
+        batch = model.generate(ids, attention_mask=mask, **kv(cache), max_new_tokens=8, do_sample=False)
     for index, row in enumerate(rows):
         with kvstrata.compress(model, spec(name, 10)) as cache:
-            solo = model.generate(row[None], cache=cache, max_new_tokens=8, do_sample=False)
+            solo = model.generate(row[None], **kv(cache), max_new_tokens=8, do_sample=False)
         assert torch.equal(batch[index, -8:], solo[0, -8:])
 
 
@@ -89,7 +89,7 @@ def test_right_padding_is_refused_and_stores_nothing():
         kvstrata.compress(tiny(), "h2o") as cache,
         pytest.raises(kvstrata.InputError, match="padding_side = 'left'"),
     ):
-        tiny()(prompt(6, 2), attention_mask=mask, cache=cache)
+        tiny()(prompt(6, 2), attention_mask=mask, **kv(cache))
     assert cache.nbytes.live == 0
     assert cache.get_seq_length() == 0
 
@@ -97,9 +97,9 @@ def test_right_padding_is_refused_and_stores_nothing():
 def test_a_mask_that_forgets_the_past_is_refused():
     model, ids = tiny(), prompt(20)
     with kvstrata.compress(model, "h2o") as cache:
-        model(ids, cache=cache)
+        model(ids, **kv(cache))
         with pytest.raises(kvstrata.InputError, match="mask of all tokens"):
-            model(ids[:, :1], cache=cache, attention_mask=torch.ones(1, 7))
+            model(ids[:, :1], **kv(cache), attention_mask=torch.ones(1, 7))
         assert cache.get_seq_length() == 20
 
 
@@ -111,13 +111,13 @@ def test_tokens_hidden_by_a_later_mask_are_dropped(name):
     with kvstrata.compress(model, spec(name, 24)) as cache:
         feed(model, ids[:, :20], cache, (20,))
         feed(model, ids[:, 20:], cache, ())
-        model(prompt(6, 2, seed=7), cache=cache, attention_mask=mask)
+        model(prompt(6, 2, seed=7), **kv(cache), attention_mask=mask)
         kept = cache.entries(1, 0)
         assert not set(kept) & set(range(20, 30))
-        model(prompt(1, 2), cache=cache, attention_mask=torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], 1))
+        model(prompt(1, 2), **kv(cache), attention_mask=torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], 1))
         assert cache.strata[1].seen == [37, 37]
         with pytest.raises(kvstrata.InputError, match="hid before"):
-            model(prompt(1, 2), cache=cache, attention_mask=torch.ones(2, 38, dtype=torch.long))
+            model(prompt(1, 2), **kv(cache), attention_mask=torch.ones(2, 38, dtype=torch.long))
 
 
 def test_hidden_tokens_are_not_attended_to():
@@ -130,7 +130,7 @@ def test_hidden_tokens_are_not_attended_to():
     for row in (ids, junk):
         with kvstrata.compress(model, "full") as cache:
             feed(model, row[:, :20], cache, (20,))
-            outputs.append(model(row[:, 20:], cache=cache, attention_mask=mask).logits)
+            outputs.append(model(row[:, 20:], **kv(cache), attention_mask=mask).logits)
     assert torch.equal(*outputs)
 
 
@@ -140,4 +140,4 @@ def test_a_custom_4d_mask_is_refused():
         kvstrata.compress(model, "h2o") as cache,
         pytest.raises(kvstrata.InputError, match="4-D"),
     ):
-        model(ids, cache=cache, attention_mask=torch.ones(1, 1, 6, 6, dtype=torch.bool))
+        model(ids, **kv(cache), attention_mask=torch.ones(1, 1, 6, 6, dtype=torch.bool))

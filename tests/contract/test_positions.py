@@ -5,7 +5,7 @@ import torch
 
 import kvstrata
 
-from .runs import ALL, PRESETS, feed, prompt, spec, tiny
+from .runs import ALL, PRESETS, feed, kv, prompt, spec, tiny
 
 
 class Spy:
@@ -33,7 +33,7 @@ class Spy:
 @pytest.mark.parametrize("name", ALL)
 def test_positions_continue_in_generate(name):
     with kvstrata.compress(tiny(), spec(name, 20)) as cache, Spy(tiny()) as spy:
-        tiny().generate(prompt(40), cache=cache, max_new_tokens=6, do_sample=False)
+        tiny().generate(prompt(40), **kv(cache), max_new_tokens=6, do_sample=False)
     assert spy.positions == list(range(45))
 
 
@@ -48,12 +48,12 @@ def test_positions_continue_in_a_hand_loop_without_position_ids(name):
 def test_a_second_turn_feeds_only_new_ids(name):
     model = tiny()
     with kvstrata.compress(model, spec(name, 20)) as cache, Spy(model) as spy:
-        first = model.generate(prompt(40), cache=cache, max_new_tokens=4, do_sample=False)
+        first = model.generate(prompt(40), **kv(cache), max_new_tokens=4, do_sample=False)
         assert cache.get_seq_length() == 43
         history = torch.cat([first, prompt(6, seed=9)], dim=1)
         # generate would take a token that happens to be the pad token for a pad
         mask = torch.ones_like(history)
-        model.generate(history, attention_mask=mask, cache=cache, max_new_tokens=3, do_sample=False)
+        model.generate(history, attention_mask=mask, **kv(cache), max_new_tokens=3, do_sample=False)
     assert spy.ids == [40, 1, 1, 1, 7, 1, 1]
     assert spy.positions == list(range(52))
     assert cache.entries(0)[-1] == 51
@@ -62,9 +62,9 @@ def test_a_second_turn_feeds_only_new_ids(name):
 def test_two_turns_equal_one_long_run_at_full_budget():
     model = tiny()
     with kvstrata.compress(model, "h2o:budget=10000") as cache:
-        first = model.generate(prompt(40), cache=cache, max_new_tokens=4, do_sample=False)
+        first = model.generate(prompt(40), **kv(cache), max_new_tokens=4, do_sample=False)
         history = torch.cat([first, prompt(6, seed=9)], dim=1)
-        second = model.generate(history, cache=cache, max_new_tokens=5, do_sample=False)
+        second = model.generate(history, **kv(cache), max_new_tokens=5, do_sample=False)
     assert torch.equal(second, model.generate(history, max_new_tokens=5, do_sample=False))
 
 
@@ -102,7 +102,7 @@ def test_what_depends_on_positions_alone_is_the_same_in_chunks(name):
 
 def test_prefill_chunk_size_of_generate():
     with kvstrata.compress(tiny(), "streaming:budget=20") as cache:
-        tiny().generate(prompt(40), cache=cache, max_new_tokens=2, do_sample=False, prefill_chunk_size=20)
+        tiny().generate(prompt(40), **kv(cache), max_new_tokens=2, do_sample=False, prefill_chunk_size=20)
     assert cache.entries(0) == [0, 1, 2, 3, *range(25, 41)]
 
 
@@ -111,7 +111,7 @@ def test_logical_length_is_what_was_fed(name):
     model, ids = tiny(), prompt(60)
     with kvstrata.compress(model, spec(name, 12)) as cache:
         for fed in range(1, 60):
-            model(ids[:, fed - 1 : fed], cache=cache)
+            model(ids[:, fed - 1 : fed], **kv(cache))
             assert cache.get_seq_length() == fed
             assert len(cache.entries(0)) == (fed if name in ("full", "snapkv") else min(fed, 12))
 
@@ -130,9 +130,9 @@ PROTECTED = {
 def test_sinks_and_recent_tokens_are_kept_at_every_step(text, sinks, recent):
     model, ids = tiny(), prompt(140)
     with kvstrata.compress(model, text) as cache:
-        model(ids[:, :40], cache=cache)
+        model(ids[:, :40], **kv(cache))
         for step in range(40, 140):
-            model(ids[:, step : step + 1], cache=cache)
+            model(ids[:, step : step + 1], **kv(cache))
             for head in range(2):
                 kept = cache.entries(1, 0, head)
                 assert kept == sorted(set(kept))

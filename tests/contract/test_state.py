@@ -7,7 +7,7 @@ import torch
 
 import kvstrata
 
-from .runs import ALL, feed, prompt, spec, stock, tiny
+from .runs import ALL, feed, kv, prompt, spec, stock, tiny
 
 
 def fingerprint(model):
@@ -20,7 +20,7 @@ def fingerprint(model):
 
 def stopped(model, name):
     with kvstrata.compress(model, spec(name, 12)) as cache:
-        model(prompt(30, seed=3), cache=cache)
+        model(prompt(30, seed=3), **kv(cache))
         raise RuntimeError("stop")
 
 
@@ -47,11 +47,11 @@ def test_three_prompts_and_an_exception_leave_no_trace(name):
 def test_an_exception_between_update_and_attention_leaves_the_cache_usable():
     model = tiny()
     with kvstrata.compress(model, "h2o:budget=12") as cache:
-        model(prompt(30), cache=cache)
+        model(prompt(30), **kv(cache))
         before = [cache.entries(layer) for layer in range(3)]
         cache.layers[0].update(torch.randn(1, 2, 1, 16), torch.randn(1, 2, 1, 16))
         assert [cache.entries(layer) for layer in range(3)] == before
-        model(prompt(1), cache=cache)
+        model(prompt(1), **kv(cache))
         assert cache.get_seq_length() == 31
 
 
@@ -59,11 +59,11 @@ def test_blocks_may_end_in_any_order():
     model = tiny()
     first, second = kvstrata.compress(model, "h2o:budget=12"), kvstrata.compress(model, "window:budget=9")
     one, two = first.__enter__(), second.__enter__()
-    model(prompt(30), cache=one)
-    model(prompt(25), cache=two)
+    model(prompt(30), **kv(one))
+    model(prompt(25), **kv(two))
     first.__exit__(None, None, None)
     assert model.config._attn_implementation == "kvstrata"
-    model(prompt(1), cache=two)
+    model(prompt(1), **kv(two))
     assert two.entries(0) == list(range(17, 26))
     second.__exit__(None, None, None)
     assert model.config._attn_implementation == "sdpa"
@@ -74,11 +74,11 @@ def test_caches_open_on_one_model_do_not_mix():
     with kvstrata.compress(model, "h2o:budget=12") as alone:
         expected = feed(model, prompt(40), alone, (30,))
     with kvstrata.compress(model, "h2o:budget=12") as one, kvstrata.compress(model, "tova:budget=7") as two:
-        parts = [model(prompt(40)[:, :30], cache=one).logits]
-        model(prompt(33, seed=4), cache=two)
+        parts = [model(prompt(40)[:, :30], **kv(one)).logits]
+        model(prompt(33, seed=4), **kv(two))
         for step in range(30, 40):
-            parts.append(model(prompt(40)[:, step : step + 1], cache=one).logits)
-            model(prompt(1, seed=step), cache=two)
+            parts.append(model(prompt(40)[:, step : step + 1], **kv(one)).logits)
+            model(prompt(1, seed=step), **kv(two))
     assert torch.equal(torch.cat(parts, 1), expected)
 
 
@@ -96,10 +96,10 @@ def test_stock_caches_and_no_cache_work_inside_the_block():
 def test_a_closed_cache_can_be_read_but_not_fed():
     model = tiny()
     with kvstrata.compress(model, "h2o:budget=12") as cache:
-        model(prompt(30), cache=cache)
+        model(prompt(30), **kv(cache))
     assert len(cache.entries(0)) == 12
     with pytest.raises(kvstrata.KvstrataError, match="inside the block"):
-        model(prompt(1), cache=cache)
+        model(prompt(1), **kv(cache))
 
 
 def test_reset_starts_anew():
@@ -115,7 +115,7 @@ def test_reset_starts_anew():
 def test_no_gradient_is_kept_alive():
     model = tiny()
     with kvstrata.compress(model, "h2o:budget=12") as cache:
-        model(prompt(30), cache=cache)
+        model(prompt(30), **kv(cache))
         assert not next(iter(cache.strata[0].store.blocks())).k.requires_grad
 
 

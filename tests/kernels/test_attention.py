@@ -4,7 +4,6 @@ import math
 from functools import cache
 from typing import NamedTuple
 
-import oracle
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -12,6 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvstrata.kernels.attention import ALL_ROWS, KERNELS, attend, ref
 from kvstrata.kernels.mass import ref as mass_ref
+
+from .. import oracle
 
 SCALE = 0.3  # not a power of two, so that scaling rounds
 SIZES = [

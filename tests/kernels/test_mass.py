@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import oracle
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,6 +7,8 @@ from hypothesis import strategies as st
 
 from kvstrata.kernels.mass import column_lse, column_mass, query_blocks
 from kvstrata.kernels.mass import ref as mass_ref
+
+from .. import oracle
 
 SCALE = 0.3  # not a power of two, so that scaling rounds
 

@@ -90,6 +90,21 @@ def test_a_file_may_hold_a_table_over_the_layers(file):
     assert policy.rules(21) == policy.rules(500) == last
 
 
+def test_a_table_may_reuse_a_rule_by_yaml_anchors(file):
+    text = """
+layers:
+  0-9: &same {prefill: null, decode: {scorer: recency, budget: 4}}
+  10-19: *same
+  20-: {<<: *same, prefill: window}
+"""
+    policy = parse_policy(file(text))
+    assert policy.rules(0) == policy.rules(10) == {"prefill": None, "decode": Rule(Recency(), Tokens(4))}
+    assert policy.rules(20) == {
+        "prefill": parse_policy("window").rule(0, "prefill"),
+        "decode": policy.rule(0, "decode"),
+    }
+
+
 def test_a_table_without_a_name_has_the_files(file):
     assert parse_policy(file("layers: {0-: window}", "short.yaml")).name == "short"
 

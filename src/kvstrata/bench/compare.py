@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from kvstrata.bench.measure import process_peak, restart_process_peak
 from kvstrata.hf import StrataCache, compress
+from kvstrata.hf.compat import CACHE_KEYWORD
 from kvstrata.policy import Policy, parse_policy
 from kvstrata.store import Bytes
 
@@ -141,5 +142,5 @@ def _run(
 
 def _forward(model: PreTrainedModel, ids: Tensor, cache: StrataCache) -> Tensor:
     """Logits [V] of the last token, on the CPU so that the clock stops when they are there."""
-    output = cast(Any, model)(ids, cache=cache, logits_to_keep=1)
+    output = cast(Any, model)(ids, logits_to_keep=1, **{CACHE_KEYWORD: cache})
     return cast(Tensor, output.logits)[0, -1].cpu()

@@ -24,6 +24,7 @@ from kvstrata.cache.report import human_bytes
 from kvstrata.cli.tables import comparison
 from kvstrata.core import InputError
 from kvstrata.hf import StrataCache, compress
+from kvstrata.hf.compat import CACHE_KEYWORD
 from kvstrata.hf.models import load_model
 from kvstrata.policy import Policy, parse_policy
 from kvstrata.policy.spec import names_budget, split_specs
@@ -191,13 +192,13 @@ def _generate(
     restart_process_peak()
     with compress(model, policy) as cache:
         meter = _Meter(tokenizer, cache, plain=not console.is_terminal and not as_json)
-        options = {"max_new_tokens": max_new_tokens, "streamer": meter, **sampling}
+        options = {"max_new_tokens": max_new_tokens, "streamer": meter, CACHE_KEYWORD: cache, **sampling}
         if console.is_terminal:
             with Live(console=console, transient=True) as meter.live:
-                cast(Any, model).generate(ids, cache=cache, **options)
+                cast(Any, model).generate(ids, **options)
             console.print(Text(meter.text))
         else:
-            cast(Any, model).generate(ids, cache=cache, **options)
+            cast(Any, model).generate(ids, **options)
         Console(stderr=True).print(Text(meter.line(), style="dim"))
     report = cache.report()
     return {

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
-from collections.abc import Mapping
 from typing import Any, cast
 
 import transformers
 from packaging.version import Version
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.masking_utils import create_causal_mask
 
 from kvstrata.core import UnsupportedModelError
 
 OLDEST, NEWEST = Version("5.17"), Version("5.24")  # the tests run on both ends
-CACHE_KEYWORDS = ("cache", "past_key_values")  # newer name first
+# how forward() and generate() call the cache: newer releases renamed it and still take the old name
+CACHE_KEYWORD = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
 # attention arguments that change the result and that our attention does not know
 REFUSED_ARGUMENTS = ("softcap", "s_aux", "position_bias", "sliding_window")
 
@@ -70,8 +72,3 @@ def stock_layers(config: PretrainedConfig) -> list[Any]:
 def is_plain(layer: object) -> bool:
     """Whether a stock cache layer is ordinary full attention, which is what we replace."""
     return type(layer) is DynamicLayer
-
-
-def find_cache(kwargs: Mapping[str, Any]) -> Cache | None:
-    """The cache given to a forward call, under whichever name."""
-    return next((kwargs[name] for name in CACHE_KEYWORDS if kwargs.get(name) is not None), None)
