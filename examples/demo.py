@@ -29,6 +29,7 @@ from kvstrata.policy.budget import ByteBudget
 TEXT = Path(__file__).parent / "pride-and-prejudice-41.txt"
 POLICIES = ("window", "streaming", "h2o", "tova", "snapkv")
 SHARE = 0.25  # of the full cache's mean bytes
+ROOM = 16  # evicting policies make room for this many tokens at a time
 
 
 def main() -> None:
@@ -66,13 +67,14 @@ def main() -> None:
 def at_mean_bytes(name: str, full: Trace, prompt: int, steps: int) -> Policy:
     """The preset with a byte budget such that its mean live bytes are SHARE of the full cache's.
 
-    A policy that does not evict while decoding grows by one token a step, so it starts half of the growth lower.
+    A policy that does not evict while decoding grows by one token a step, so it starts half of the growth lower; one
+    that makes room evicts below its budget, which is set half of the room higher.
     """
-    mean = SHARE * sum(full.live) / len(full.live)
+    budget, token = SHARE * sum(full.live) / len(full.live), full.live[0] / (prompt + 1)
     policy = parse_policy(name)
     if policy.rule(0, "decode") is None:
-        mean -= full.live[0] / (prompt + 1) * (steps + 1) / 2
-    return policy.with_budget(ByteBudget(int(mean)))
+        return policy.with_budget(ByteBudget(int(budget - token * (steps + 1) / 2)))
+    return policy.with_room(ROOM).with_budget(ByteBudget(int(budget + token * (ROOM - 1) / 2)))
 
 
 def figure(traces: list[Trace], path: Path) -> None:

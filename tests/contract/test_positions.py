@@ -116,6 +116,19 @@ def test_logical_length_is_what_was_fed(name):
             assert len(cache.entries(0)) == (fed if name in ("full", "snapkv") else min(fed, 12))
 
 
+@pytest.mark.parametrize("name", [name for name in PRESETS if name != "snapkv"])
+def test_a_policy_that_makes_room_stays_within_its_budget(name):
+    model, ids = tiny(), prompt(90)
+    with kvstrata.compress(model, spec(name, "20,room=6")) as cache:
+        model(ids[:, :40], **kv(cache))
+        lengths = [len(cache.entries(1))]
+        for step in range(40, 90):
+            model(ids[:, step : step + 1], **kv(cache))
+            lengths.append(len(cache.entries(1)))
+    assert lengths == [15 + step % 6 for step in range(51)]
+    assert cache.report().layers[1].plans == 1 + 50 // 6
+
+
 PROTECTED = {
     "streaming": ("streaming:budget=16", 4, 12),
     "h2o": ("h2o:budget=16", 0, 8),

@@ -14,7 +14,7 @@ from kvstrata.policy.scorers.attention import AccumulatedMass, WindowMass
 from kvstrata.policy.scorers.keys import KeyNorm
 from kvstrata.policy.scorers.recency import Random, Recency
 from kvstrata.policy.spec import names_budget, split_specs
-from kvstrata.policy.trigger import Every
+from kvstrata.policy.trigger import OnOverflow
 
 TABLE = """
 name: mine
@@ -25,7 +25,7 @@ layers:
     prefill: {scorer: {window-mass: {rows: 16, pool: 3}}, budget: 64, heads: each, sinks: 4, recent: 16}
     decode: null
   21-:
-    decode: {scorer: keynorm, budget: 2KiB/layer, every: 8}
+    decode: {scorer: keynorm, budget: 2KiB/layer, room: 8}
 """
 
 
@@ -86,7 +86,7 @@ def test_a_file_may_hold_a_table_over_the_layers(file):
         "prefill": Rule(WindowMass(16, 3), Tokens(64), Token("each"), protect=Protect(4, 16)),
         "decode": None,
     }
-    last = {"prefill": None, "decode": Rule(KeyNorm(), ByteBudget(2048, "layer"), trigger=Every(8))}
+    last = {"prefill": None, "decode": Rule(KeyNorm(), ByteBudget(2048, "layer"), trigger=OnOverflow(8))}
     assert policy.rules(21) == policy.rules(500) == last
 
 
@@ -183,8 +183,8 @@ FILE_ERRORS = {
     "no-budget": ("layers: {0-: {decode: {scorer: recency}}}\n", "layers 0-, decode needs the key 'budget'"),
     "rule-key": (RULE % ", head: each", "named 'head'. Did you mean 'heads'?"),
     "heads": (RULE % ", heads: some", "heads='some'.*'shared', 'each' or 'pooled'"),
-    "every": (RULE % ", every: 0", "every=0"),
-    "every-word": (RULE % ", every: often", "steps='often'.*integer"),
+    "room": (RULE % ", room: 0", "room=0"),
+    "room-word": (RULE % ", room: often", "room='often'.*integer"),
     "sinks": (RULE % ", sinks: -2", "sinks=-2: give 0 or more"),
     "protects-too-much": (RULE % ", sinks: 2, recent: 3", "protect 5 tokens, more than budget=4"),
     "unknown-scorer": ("layers: {0-: {decode: {scorer: recent, budget: 4}}}\n", "Did you mean 'recency'?"),
@@ -289,6 +289,6 @@ def test_what_a_policy_asks_of_the_cache(file):
     assert [policy.per_head(layer) for layer in (0, 10, 11, 21)] == [True, False, True, False]
 
 
-@pytest.mark.parametrize(("steps", "fired"), [(1, [0, 1, 2, 3, 4, 5]), (3, [0, 3])])
-def test_a_trigger_fires_on_every_so_many_forwards(steps, fired):
-    assert [step for step in range(6) if Every(steps).fires(step)] == fired
+@pytest.mark.parametrize(("room", "cap", "target"), [(1, 20, 20), (8, 20, 13), (64, 20, 1)])
+def test_a_trigger_makes_room_and_leaves_at_least_one(room, cap, target):
+    assert OnOverflow(room).target(cap) == target

@@ -366,3 +366,17 @@ def test_sorting_puts_positions_in_order_after_holes_were_filled(per_head):
     assert torch.equal(store.keys()[0], k[0, :, [0, 3, 4, 5, 6, 7]])
     assert torch.equal(store.keys()[1, :, :4], k[1, :, [2 + 0, 2 + 3, 2 + 4, 2 + 5]])  # its two pads came first
     assert store._account.now == before
+
+
+@layouts
+def test_holes_are_filled_in_rows_of_unequal_room(per_head):
+    store = new_store(per_head)
+    k, _ = fill(store, [90, 150])
+    keep_only(store, lambda b, h, i: i < 20 + 10 * b)  # laid out anew, so capacities differ
+    starts = store.segments.starts
+    keep_only(store, lambda b, h, i: i not in (1, 4))
+    assert store.segments.starts == starts, "in place"
+    kept = [i for i in range(30) if i not in (1, 4)]
+    for head in range(2):
+        assert torch.equal(in_order(store, store.keys(), 0, head), k[0, head, 60:80][kept[:18]])
+        assert torch.equal(in_order(store, store.keys(), 1, head), k[1, head, :30][kept])

@@ -96,8 +96,8 @@ class Layer:
         return out
 
     def _due(self, rule: Rule | None) -> list[tuple[int, ...]] | None:
-        """Limits per row if the rule acts on this forward and something is over them, else None."""
-        if rule is None or not rule.trigger.fires(self.step):
+        """Limits per row if something is over them after this forward, else None."""
+        if rule is None:
             return None
         limits = rule.limits(self.seen, self.index, self.shape)
         heads = self.store.segment_heads

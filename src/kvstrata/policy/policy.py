@@ -16,7 +16,7 @@ from kvstrata.policy.protect import Protect
 from kvstrata.policy.scorers import Scorer
 from kvstrata.policy.select import select
 from kvstrata.policy.tiering import Native
-from kvstrata.policy.trigger import Every
+from kvstrata.policy.trigger import OnOverflow
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Rule:
     budget: Budget
     granularity: Token = Token()
     tiers: Native = Native()
-    trigger: Every = Every()
+    trigger: OnOverflow = OnOverflow()
     protect: Protect = Protect()
 
     def __post_init__(self) -> None:
@@ -55,7 +55,7 @@ class Rule:
         if z.shape[1] > heads:
             z = z.mean(dim=1, keepdim=True)
         shape = signals.position.shape
-        cap = torch.tensor(limits, device=z.device)
+        cap = torch.tensor([[self.trigger.target(n) for n in caps] for caps in limits], device=z.device)
         protected, valid = signals.protected.expand(shape), signals.valid.expand(shape)
         pooled = self.granularity.heads == "pooled"
         keep = select(z.expand(shape), signals.position, cap, protected, valid, pooled)
@@ -70,6 +70,9 @@ class Rule:
         if self.protect == Protect():
             return torch.zeros((), dtype=torch.bool, device=position.device).expand(position.shape)
         bounds = [[self.protect.resolve(cap) for cap in caps] for caps in limits]  # [B][1|H] (sinks, recent)
+        if len(set(seen)) == len({pair for row in bounds for pair in row}) == 1:
+            first, last = bounds[0][0]
+            return ((position < first) | (position >= seen[0] - last)) & valid
         sinks = torch.tensor([[s for s, _ in row] for row in bounds], device=position.device)[..., None]
         oldest = [[tokens - r for _, r in row] for tokens, row in zip(seen, bounds, strict=True)]
         recent = torch.tensor(oldest, device=position.device)[..., None]
@@ -151,6 +154,10 @@ class Policy:
             return replace(rule, protect=replace(rule.protect, **given))
 
         return self if sinks is None and recent is None else self._map(change)
+
+    def with_room(self, room: int) -> Policy:
+        """The same policy making room for `room` tokens whenever it acts."""
+        return self if room == 1 else self._map(lambda rule: replace(rule, trigger=OnOverflow(room)))
 
     def _map(self, change: Callable[[Rule], Rule]) -> Policy:
         table = tuple(

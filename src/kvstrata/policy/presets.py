@@ -1,7 +1,7 @@
 """Methods by name. Each is a function that returns a record, with its numbers and their source beside them.
 
 The only place with papers' numbers. Protected parts scale with the budget unless the caller gives `sinks` or
-`recent`, which then hold as they are.
+`recent`, which then hold as they are. `room` trades plans for a few tokens of the budget (`OnOverflow`).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ SHARED, EACH = Token("shared"), Token("each")
 QUARTER = Share(Fraction(1, 4))
 
 
-def _both(name: str, rule: Rule, sinks: int | None, recent: int | None) -> Policy:
+def _both(name: str, rule: Rule, room: int, sinks: int | None, recent: int | None) -> Policy:
     """One rule in both phases, with the caller's protected tokens if any."""
-    return Policy.everywhere(name, rule, rule).with_protect(sinks, recent)
+    return Policy.everywhere(name, rule, rule).with_protect(sinks, recent).with_room(room)
 
 
 @PRESETS.add("full")
@@ -36,47 +36,49 @@ def full() -> Policy:
 
 
 @PRESETS.add("window")
-def window(budget: Budget = QUARTER, sinks: int | None = None) -> Policy:
+def window(budget: Budget = QUARTER, sinks: int | None = None, room: int = 1) -> Policy:
     """Keep the newest tokens."""
-    return _both("window", Rule(Recency(), budget, SHARED), sinks, None)
+    return _both("window", Rule(Recency(), budget, SHARED), room, sinks, None)
 
 
 @PRESETS.add("streaming")
-def streaming(budget: Budget = QUARTER, sinks: int | None = None) -> Policy:
+def streaming(budget: Budget = QUARTER, sinks: int | None = None, room: int = 1) -> Policy:
     """Keep four sinks and the newest tokens (StreamingLLM, arXiv:2309.17453, section 3), keys not rotated anew."""
-    return _both("streaming", Rule(Recency(), budget, SHARED, protect=Protect(sinks=FOUR_SINKS)), sinks, None)
+    return _both("streaming", Rule(Recency(), budget, SHARED, protect=Protect(sinks=FOUR_SINKS)), room, sinks, None)
 
 
 @PRESETS.add("random")
-def random(budget: Budget = QUARTER, seed: int = 0, sinks: int | None = None, recent: int | None = None) -> Policy:
+def random(
+    budget: Budget = QUARTER, seed: int = 0, sinks: int | None = None, recent: int | None = None, room: int = 1
+) -> Policy:
     """Keep tokens drawn at random: the control."""
-    return _both("random", Rule(Random(seed), budget, SHARED), sinks, recent)
+    return _both("random", Rule(Random(seed), budget, SHARED), room, sinks, recent)
 
 
 @PRESETS.add("keynorm")
-def keynorm(budget: Budget = QUARTER, sinks: int | None = None, recent: int | None = None) -> Policy:
+def keynorm(budget: Budget = QUARTER, sinks: int | None = None, recent: int | None = None, room: int = 1) -> Policy:
     """Keep the keys of smallest norm in each head (arXiv:2406.11430)."""
-    return _both("keynorm", Rule(KeyNorm(), budget, EACH), sinks, recent)
+    return _both("keynorm", Rule(KeyNorm(), budget, EACH), room, sinks, recent)
 
 
 @PRESETS.add("keydiff")
-def keydiff(budget: Budget = QUARTER, sinks: int | None = None, recent: int | None = None) -> Policy:
+def keydiff(budget: Budget = QUARTER, sinks: int | None = None, recent: int | None = None, room: int = 1) -> Policy:
     """Keep the keys least like the average key in each head (KeyDiff, arXiv:2504.15364)."""
-    return _both("keydiff", Rule(KeyDiff(), budget, EACH), sinks, recent)
+    return _both("keydiff", Rule(KeyDiff(), budget, EACH), room, sinks, recent)
 
 
 @PRESETS.add("h2o")
-def h2o(budget: Budget = QUARTER, sinks: int | None = None, recent: int | None = None) -> Policy:
+def h2o(budget: Budget = QUARTER, sinks: int | None = None, recent: int | None = None, room: int = 1) -> Policy:
     """Keep the tokens that got most attention so far, and as many recent ones (H2O, arXiv:2306.14048, section 5)."""
     rule = Rule(AccumulatedMass(), budget, EACH, protect=Protect(recent=half()))
-    return _both("h2o", rule, sinks, recent)
+    return _both("h2o", rule, room, sinks, recent)
 
 
 @PRESETS.add("tova")
-def tova(budget: Budget = QUARTER, sinks: int | None = None, recent: int | None = None) -> Policy:
+def tova(budget: Budget = QUARTER, sinks: int | None = None, recent: int | None = None, room: int = 1) -> Policy:
     """Drop what the newest query attends to least, the same in all heads (TOVA, arXiv:2401.06104, section 4)."""
     rule = Rule(WindowMass(rows=1), budget, SHARED, protect=Protect(recent=half(1)))
-    return _both("tova", rule, sinks, recent)
+    return _both("tova", rule, room, sinks, recent)
 
 
 @PRESETS.add("snapkv")

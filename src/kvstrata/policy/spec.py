@@ -33,7 +33,7 @@ from kvstrata.policy.policy import LayerRange, Policy, Rule
 from kvstrata.policy.presets import PRESETS
 from kvstrata.policy.protect import Protect
 from kvstrata.policy.scorers import SCORERS, Scorer
-from kvstrata.policy.trigger import Every
+from kvstrata.policy.trigger import OnOverflow
 from kvstrata.registry import unknown
 
 
@@ -129,7 +129,7 @@ def _phase(value: object, phase: Phase, layers: str) -> Rule | None:
 
 
 def _rule(table: Table, where: str) -> Rule:
-    _only(table, ("scorer", "budget", "heads", "sinks", "recent", "every"), where)
+    _only(table, ("scorer", "budget", "heads", "sinks", "recent", "room"), where)
     for key in ("scorer", "budget"):
         if key not in table:
             raise SpecError(f"{where} needs the key {key!r}")
@@ -138,7 +138,7 @@ def _rule(table: Table, where: str) -> Rule:
         _scorer(table["scorer"], where),
         parse_budget(table["budget"]),
         _build(where, Token, {"heads": table.get("heads", "shared")}),
-        trigger=_build(where, Every, {"steps": table.get("every", 1)}),
+        trigger=_build(where, OnOverflow, {"room": table.get("room", 1)}),
         protect=_build(where, Protect, protect),
     )
 

@@ -8,15 +8,19 @@ from kvstrata.core import SpecError
 
 
 @dataclass(frozen=True, slots=True)
-class Every:
-    """At the end of every `steps`-th forward of the rule's phase. In prefill a step is a chunk."""
+class OnOverflow:
+    """When more is stored than the budget allows, at the end of a forward; then make room for `room` tokens.
 
-    steps: int = 1
+    room=1 drops one token a step, as the papers do. A larger room never exceeds the budget either, holds (room-1)/2
+    tokens less on average, and plans only at every room-th step.
+    """
+
+    room: int = 1
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise SpecError(f"every={self.steps}: a trigger needs at least one step")
+        if self.room < 1:
+            raise SpecError(f"room={self.room}: make room for at least one token")
 
-    def fires(self, step: int) -> bool:
-        """Whether forward number `step` (from 0) is one of them."""
-        return step % self.steps == 0
+    def target(self, cap: int) -> int:
+        """Entries to keep of a budget of `cap` when the rule acts."""
+        return max(1, cap - self.room + 1)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 PAGE = 64  # free slots a segment gets when it had to grow, so that appending seldom copies; the most it may have
-STEADY = 8  # free slots after a plan: a layer that evicts at every step needs no more
+STEADY = 16  # free slots after a plan: a layer that evicts every few steps needs no more
 
 
 class Segments:
