@@ -1,6 +1,6 @@
 """The demo: a real model reads a chapter under several policies at one mean byte budget, beside the full cache.
 
-python examples/demo.py                 3,000 and more tokens, 160 steps, six policies; writes demo.png
+python examples/demo.py                 3,072 tokens, 160 steps, six policies; writes demo.png
 python examples/demo.py --short         a quick form for continuous integration
 """
 
@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--short", action="store_true", help="700 tokens, 24 steps")
     parser.add_argument("--out", type=Path, default=Path("demo.png"))
     options = parser.parse_args()
-    limit, steps = (700, 24) if options.short else (None, 160)
+    limit, steps = (700, 24) if options.short else (3072, 160)
     model, tokenizer = load_model(None, "float32", "cpu", Console(stderr=True))
     ids = tokenizer(TEXT.read_text(encoding="utf-8"), return_tensors="pt")["input_ids"][:, :limit]
     bars = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())

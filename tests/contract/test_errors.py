@@ -40,6 +40,7 @@ def test_kernels_are_checked():
 def test_bytes_that_hold_no_token_are_refused_at_the_first_forward():
     with kvstrata.compress(tiny(), "h2o:budget=100B") as cache, pytest.raises(kvstrata.SpecError, match="give more"):
         tiny()(prompt(20), **kv(cache))
+    assert cache.nbytes.reserved == 0
 
 
 def test_head_budgets_for_another_number_of_heads():

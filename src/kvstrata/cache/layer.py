@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvstrata.core import InputError, LayerShape, Phase, Plan, Signals, Tier
+from kvstrata.core import InputError, LayerShape, Phase, Plan, Signals, SpecError, Tier
 from kvstrata.kernels.attention import KernelName, attend
 from kvstrata.policy.policy import Policy, Rule
 from kvstrata.store import Account, LayerStore
@@ -87,7 +87,11 @@ class Layer:
         self.columns_fed += queries
         self._remember(queries, tokens)
         rule = self.rules[phase]
-        limits = self._due(rule)
+        try:
+            limits = self._due(rule)
+        except SpecError:  # a budget that this model cannot meet: known at the first forward, which leaves nothing
+            self.reset()
+            raise
         mass_rows = rule.scorer.mass_rows if rule and (limits or rule.scorer.columns) else 0
         out, mass = self._attention(q, tokens, scale, mass_rows)
         if rule and (limits or rule.scorer.columns):

@@ -42,7 +42,7 @@ class _StrictLoader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Refuse a key given twice."""
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        keys = [key.value for key, _ in node.value]  # before `<<` brings in those of another table
         for key in keys:
             if keys.count(key) > 1:
                 raise SpecError(f"{str(key)!r} is given twice in line {node.start_mark.line + 1} and after")
