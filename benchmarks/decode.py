@@ -2,9 +2,9 @@
 
     python benchmarks/decode.py [--dtype float32|bfloat16] [--batch 1 8] [--context 2048 4096] [--out FILE.json]
 
-One row is prefilled and repeated, with its memory not shared. Then the two caches take turns: `rounds` rounds of `steps`
-steps each, medians over all steps. "Our Python" is the share of a step spent in our layers outside the attention
-operator, appending included, timed on further steps.
+One row is prefilled and repeated, with its memory not shared. Then the two caches take turns: `rounds` rounds of
+`steps` steps each, medians over all steps. "Our Python" is the share of a step spent in our layers outside the
+attention operator, appending included, timed on further steps.
 """
 
 from __future__ import annotations

@@ -192,7 +192,13 @@ def _generate(
     restart_process_peak()
     with compress(model, policy) as cache:
         meter = _Meter(tokenizer, cache, plain=not console.is_terminal and not as_json)
-        options = {"max_new_tokens": max_new_tokens, "streamer": meter, CACHE_KEYWORD: cache, **sampling}
+        options: dict[str, Any] = {
+            "attention_mask": torch.ones_like(ids),
+            "max_new_tokens": max_new_tokens,
+            "streamer": meter,
+            CACHE_KEYWORD: cache,
+            **sampling,
+        }
         if console.is_terminal:
             with Live(console=console, transient=True) as meter.live:
                 cast(Any, model).generate(ids, **options)

@@ -17,11 +17,8 @@ class Bytes:
     held: int = 0
     reserved: int = 0
 
-    def __add__(self, other: Bytes) -> Bytes:
-        return Bytes(self.live + other.live, self.held + other.held, self.reserved + other.reserved)
 
-    def __sub__(self, other: Bytes) -> Bytes:
-        return Bytes(self.live - other.live, self.held - other.held, self.reserved - other.reserved)
+NOTHING = Bytes()
 
 
 @dataclass(slots=True)
@@ -34,9 +31,13 @@ class Account:
 
     def set(self, layer: int, size: Bytes) -> None:
         """Replace the figures of one layer."""
-        self.now = self.now - self.layers.get(layer, Bytes()) + size
+        old, now, peak = self.layers.get(layer, NOTHING), self.now, self.peak
+        now = self.now = Bytes(
+            now.live - old.live + size.live,
+            now.held - old.held + size.held,
+            now.reserved - old.reserved + size.reserved,
+        )
         self.layers[layer] = size
-        now, peak = self.now, self.peak
         if now.live > peak.live or now.held > peak.held or now.reserved > peak.reserved:
             self.peak = Bytes(max(now.live, peak.live), max(now.held, peak.held), max(now.reserved, peak.reserved))
 

@@ -187,15 +187,17 @@ class LayerStore:
         alike = len(set(tokens)) == 1 and self.segments.uniform
         for block in self.blocks(split_rows=not alike):
             if count := tokens[block.rows.start or 0]:
-                block.k[:, :, -count:] = k[block.rows, block.heads, -count:]
-                block.v[:, :, -count:] = v[block.rows, block.heads, -count:]
+                part = (block.rows, block.heads, slice(-count, None))
+                whole = alike and count == k.shape[2]
+                block.k[:, :, -count:] = k if whole else k[part]
+                block.v[:, :, -count:] = v if whole else v[part]
         alike = alike and len(set(first)) == 1
         for name, flat in self._columns.items():
             for row, tail in self._tails(flat, tokens, alike):
-                if name == POSITION.name:
+                if name == POSITION.name and tokens[row] > 1:
                     tail.copy_(torch.arange(first[row], first[row] + tokens[row], device=flat.device))
                 else:
-                    tail.fill_(step if name == STEP.name else 0)
+                    tail.fill_(first[row] if name == POSITION.name else step if name == STEP.name else 0)
         self._settle_account()
 
     def _tails(self, flat: Tensor, tokens: Sequence[int], alike: bool) -> Iterator[tuple[int, Tensor]]:

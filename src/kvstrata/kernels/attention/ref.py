@@ -10,6 +10,8 @@ from torch import Tensor
 
 from kvstrata.kernels.mass import column_mass, query_blocks
 
+FOLD_FROM = 8  # rows x heads from which folding pays in fp32 too: with fewer, one task per query head balances better
+
 _flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
@@ -32,6 +34,8 @@ def _decode(
     heads = k.shape[1]
     folded = q.view(q.shape[0], heads, -1, q.shape[-1])  # [B, H, G, D]: one pass over the keys serves the group
     if not mass and q.device.type == "cpu":
+        if q.dtype == torch.float32 and k.shape[0] * heads < FOLD_FROM:
+            return _flash_cpu(q, k, v, 0.0, False, scale=scale)[0], None, None
         return _flash_cpu(folded, k, v, 0.0, False, scale=scale)[0].reshape(q.shape), None, None
     scores = torch.matmul(folded.float() * scale, k.float().transpose(-1, -2))  # [B, H, G, N]
     lse = scores.logsumexp(dim=-1, keepdim=True)
