@@ -11,22 +11,26 @@ MIB = 1 << 20
 
 
 def comparison(rows: list[dict[str, Any]], title: str) -> Table:
-    """Rows of `Trace.summary`, the full cache first; 80 columns wide."""
+    """Rows of `Trace.summary`, the full cache first; fits 80 columns with policies of up to 18 characters.
+
+    live, held and peak (held) are bytes of keys and values, means over the steps but for the peak; process is the peak
+    memory of the process; same is the share of steps with the full cache's most likely token; KL is full || policy.
+    """
     table = Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("policy")
+    table.add_column("policy", no_wrap=True, overflow="ellipsis")
     heads = (
-        "KV live\nMiB",
-        "KV held\nMiB",
+        "live\nMiB",
+        "held\nMiB",
         "of full\n%",
-        "KV peak\nMiB",
-        "process\npeak MiB",
+        "peak\nMiB",
+        "process\nMiB",
         "prefill\ns",
-        "decode\nms/token",
-        "top-1\nsame %",
-        "mean KL\nnats",
+        "step\nms",
+        "same\n%",
+        "KL\nnats",
     )
     for head in heads:
-        table.add_column(head, justify="right")
+        table.add_column(head, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
             row["policy"],
