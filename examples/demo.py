@@ -53,8 +53,8 @@ def main() -> None:
             traces.append(run_policy(model, ids, policy, reference, name, lambda: progress.advance(task)))
     rows = [trace.summary(reference.trace) for trace in traces]
     title = (
-        f"SmolLM2-135M fp32: {ids.shape[1]} prompt tokens (all seen when compressing), {steps} steps.\n"
-        f"Bytes are means over the steps, asked: {SHARE:.0%} of the full cache, live."
+        f"SmolLM2-135M fp32: {ids.shape[1]} tokens of prompt, all visible when compressing.\n"
+        f"Bytes are means over {steps} steps; asked: {SHARE:.0%} of the full cache, live."
     )
     Console(width=100).print(comparison(rows, title))
     figure(traces, options.out)

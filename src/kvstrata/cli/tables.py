@@ -11,19 +11,20 @@ MIB = 1 << 20
 
 
 def comparison(rows: list[dict[str, Any]], title: str) -> Table:
-    """Rows of `Trace.summary`, the full cache first; fits 80 columns with policies of up to 18 characters.
+    """Rows of `Trace.summary`, the full cache first; fits 80 columns with policies of up to 16 characters.
 
-    live, held and peak (held) are bytes of keys and values, means over the steps but for the peak; process is the peak
-    memory of the process; same is the share of steps with the full cache's most likely token; KL is full || policy.
+    live, held and peak held are bytes of keys and values, the first two means over the steps; share is of the full
+    cache's held; RSS is the peak memory of the process (on a GPU, allocated); same is the share of steps with the
+    full cache's most likely token; KL is KL(full || policy).
     """
     table = Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("policy", no_wrap=True, overflow="ellipsis")
     heads = (
         "live\nMiB",
         "held\nMiB",
-        "of full\n%",
+        "share\n%",
         "peak\nMiB",
-        "process\nMiB",
+        "RSS\nMiB",
         "prefill\ns",
         "step\nms",
         "same\n%",
@@ -34,14 +35,14 @@ def comparison(rows: list[dict[str, Any]], title: str) -> Table:
     for row in rows:
         table.add_row(
             row["policy"],
-            f"{row['live_bytes'] / MIB:.2f}",
-            f"{row['held_bytes'] / MIB:.2f}",
+            f"{row['live_bytes'] / MIB:.1f}",
+            f"{row['held_bytes'] / MIB:.1f}",
             f"{row['share_of_full'] * 100:.1f}",
-            f"{row['peak_held_bytes'] / MIB:.2f}",
+            f"{row['peak_held_bytes'] / MIB:.1f}",
             f"{row['process_peak_bytes'] / MIB:.0f}",
-            f"{row['prefill_s']:.2f}",
+            f"{row['prefill_s']:.1f}",
             f"{row['ms_per_token']:.1f}",
             f"{row['top1_agreement'] * 100:.1f}",
-            f"{row['mean_kl']:.4f}",
+            f"{row['mean_kl']:.3f}",
         )
     return table
