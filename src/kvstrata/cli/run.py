@@ -170,9 +170,10 @@ class _Meter(BaseStreamer):
     def line(self) -> str:
         """Memory and speed now."""
         report = self._cache.report()
+        live, held, peak = (human_bytes(n) for n in (report.now.live, report.now.held, report.peak.held))
         return (
-            f"{len(self.tokens)} tokens · KV {human_bytes(report.now.held)} held, {report.share:.1%} of full, "
-            f"peak {human_bytes(report.peak.held)} · prefill {self.prefill_s:.2f} s · {self.ms_per_token:.1f} ms/token"
+            f"{len(self.tokens)} tokens · KV {live} live, {report.now.live / max(1, report.full):.0%} of full "
+            f"({held} held, peak {peak}) · prefill {self.prefill_s:.1f} s · {self.ms_per_token:.0f} ms/token"
         )
 
 
