@@ -141,3 +141,27 @@ def test_a_custom_4d_mask_is_refused():
         pytest.raises(kvstrata.InputError, match="4-D"),
     ):
         model(ids, **kv(cache), attention_mask=torch.ones(1, 1, 6, 6, dtype=torch.bool))
+
+
+def test_crop_counts_real_tokens_of_every_row_after_padding_and_hiding():
+    model = tiny()
+    ids, mask = prompt(30, 2), torch.ones(2, 30, dtype=torch.long)
+    mask[0, 20:26] = 0  # the second turn of row 0 is shorter
+    with kvstrata.compress(model, "full") as cache:
+        feed(model, ids, cache, (20, 10), mask)
+        cache.crop(-8)
+        assert cache.get_seq_length() == 22
+        assert cache.strata[0].seen == [20, 22]
+        assert cache.entries(0, 0) == list(range(20))
+        assert cache.entries(0, 1) == list(range(22))
+        later = mask[:, :23].clone()
+        later[1, 5] = 0  # hides a stored token of row 1
+        later[0, 22] = 1
+        model(prompt(1, 2), **kv(cache), attention_mask=later)
+        assert cache.entries(0, 1) == [p for p in range(23) if p != 5]
+        cache.crop(-1)
+        model(prompt(1, 2), **kv(cache), attention_mask=later)
+        assert cache.entries(0, 1) == [p for p in range(23) if p != 5]
+        cache.batch_select_indices(torch.tensor([1]))
+        model(prompt(1), **kv(cache), attention_mask=torch.cat([later[1:], torch.ones(1, 1, dtype=torch.long)], 1))
+        assert cache.entries(0)[-1] == 23

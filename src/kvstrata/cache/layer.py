@@ -44,7 +44,7 @@ class Layer:
         self.columns_fed = 0  # per row, pads included: what transformers calls the sequence length
         self.step = 0  # forwards so far
         self.seen: list[int] = []  # real tokens of each row so far
-        self.hidden: list[int] = []  # those of them that a later mask hid
+        self._gone: Tensor | None = None  # [B, columns fed by then] bool: real tokens that a later mask hid
         self._fed: list[tuple[int, list[int]]] = []  # (columns, real tokens per row) of every run of forwards
         self.events = Events()
 
@@ -169,15 +169,22 @@ class Layer:
         else:
             self._fed.append((queries, tokens))
 
+    @property
+    def hidden(self) -> list[int]:
+        """How many of each row's real tokens a later mask hid."""
+        return [0] * len(self.seen) if self._gone is None else self._gone.sum(dim=1).tolist()
+
     def _hide(self, past: Tensor) -> None:
         runs = [torch.arange(columns) >= columns - torch.tensor(tokens)[:, None] for columns, tokens in self._fed]
         real, past = torch.cat(runs, dim=1), past.cpu()
         hidden = real & ~past
-        counts: list[int] = hidden.sum(dim=1).tolist()
-        if bool((past & ~real).any()) or any(new < old for new, old in zip(counts, self.hidden, strict=False)):
+        shown = past & ~real
+        if self._gone is not None:
+            shown[:, : self._gone.shape[1]] |= past[:, : self._gone.shape[1]] & self._gone
+        if bool(shown.any()):
             raise InputError("attention_mask shows past tokens that it hid before: they are not stored any more")
-        self.hidden = counts
-        by_position = torch.zeros(len(counts), max(self.seen), dtype=torch.bool)
+        self._gone = hidden
+        by_position = torch.zeros(len(hidden), max(self.seen), dtype=torch.bool)
         row, column = hidden.nonzero(as_tuple=True)
         by_position[row, (real.cumsum(dim=1) - 1)[row, column]] = True
         position = self.store.column("position").long()
@@ -191,9 +198,8 @@ class Layer:
         if self.store.is_empty:
             return
         self.store.select_rows(rows)
-        self.seen, self.hidden = (
-            [old[row] for row in rows] for old in (self.seen, self.hidden or [0] * len(self.seen))
-        )
+        self.seen = [self.seen[row] for row in rows]
+        self._gone = None if self._gone is None else self._gone[list(rows)]
         self._fed = [(columns, [tokens[row] for row in rows]) for columns, tokens in self._fed]
 
     def crop(self, count: int) -> None:
@@ -202,7 +208,8 @@ class Layer:
             return
         self.columns_fed = max(0, self.columns_fed - count)
         self._fed = _without_last(self._fed, count)
-        self.seen = [max(0, tokens - count) for tokens in self.seen]
+        self.seen = [sum(tokens[row] for _, tokens in self._fed) for row in range(self.store.batch_size)]
+        self._gone = None if self._gone is None else self._gone[:, : self.columns_fed]
         position, valid = self.store.column("position"), self.store.valid()
         end = torch.tensor(self.seen, device=position.device)[:, None, None]
         self.store.apply(Plan(torch.where(valid & (position < end), int(Tier.EXACT), int(Tier.DROP))))

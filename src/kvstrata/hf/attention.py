@@ -76,8 +76,7 @@ def _read_padding(mask: Tensor, queries: int, layer: Layer) -> Padding:
     tokens: list[int] = new.sum(dim=1).tolist()
     past = None
     if mask.shape[1] == columns and any(layer.seen):
-        hidden = layer.hidden or [0] * len(layer.seen)
-        known = [seen - gone + new for seen, gone, new in zip(layer.seen, hidden, tokens, strict=True)]
+        known = [seen - gone + new for seen, gone, new in zip(layer.seen, layer.hidden, tokens, strict=True)]
         past = mask[:, :-queries].bool() if mask.sum(dim=1).tolist() != known else None
     if min(tokens) == queries:
         return Padding(None, past)
