@@ -165,3 +165,11 @@ def test_crop_counts_real_tokens_of_every_row_after_padding_and_hiding():
         cache.batch_select_indices(torch.tensor([1]))
         model(prompt(1), **kv(cache), attention_mask=torch.cat([later[1:], torch.ones(1, 1, dtype=torch.long)], 1))
         assert cache.entries(0)[-1] == 23
+
+
+def test_a_row_within_its_budget_makes_no_room_for_a_neighbour_over_its():
+    mask = torch.ones(2, 21, dtype=torch.long)
+    mask[0, :3] = 0
+    with kvstrata.compress(tiny(), "window:budget=20,room=8") as cache:
+        tiny()(prompt(21, 2), **kv(cache), attention_mask=mask)
+    assert cache.report().layers[0].stored == [[18], [13]]

@@ -7,13 +7,12 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from kvstrata.cache import Layer
 from kvstrata.core import InputError, UnsupportedModelError
@@ -60,6 +59,10 @@ class LazyMask:
         Raises `InputError` for a mask that does not put the pads first.
         """
         if self._padding is None:
+            if self._arguments["mask_function"] is not causal_mask_function:
+                raise UnsupportedModelError(
+                    "this model's attention is not plainly causal, which kvstrata cannot mask yet"
+                )
             mask = cast("Tensor | None", self._arguments["attention_mask"])
             self._padding = NO_PADDING if mask is None else _read_padding(mask, queries, layer)
         return self._padding
@@ -124,14 +127,15 @@ def attention_function(
 
 @dataclass(slots=True)
 class _Attachment:
-    """A model that has our name on it, for as many caches as are open."""
+    """A config that has our name on it, for as many caches as are open. Models may share one config."""
 
+    config: PretrainedConfig
     original: str | None
     caches: int = 0
 
 
-# Which models are attached now. Not state of a cache: blocks may end in any order, and the last one restores.
-_attached: WeakKeyDictionary[PreTrainedModel, _Attachment] = WeakKeyDictionary()
+# Which configs are attached now, by id. Not state of a cache: blocks may end in any order, and the last one restores.
+_attached: dict[int, _Attachment] = {}
 _lock = threading.Lock()
 
 
@@ -142,7 +146,7 @@ def attached(model: PreTrainedModel) -> Generator[None]:
     with _lock:
         AttentionInterface.register(NAME, attention_function)
         AttentionMaskInterface.register(NAME, mask_function)
-        attachment = _attached.setdefault(model, _Attachment(compat.attention_name(config)))
+        attachment = _attached.setdefault(id(config), _Attachment(config, compat.attention_name(config)))
         attachment.caches += 1
         compat.set_attention_name(config, NAME)
     try:
@@ -152,4 +156,4 @@ def attached(model: PreTrainedModel) -> Generator[None]:
             attachment.caches -= 1
             if attachment.caches == 0:
                 compat.set_attention_name(config, attachment.original)
-                del _attached[model]
+                del _attached[id(config)]

@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvstrata.cache import Layer, Report
 from kvstrata.cache.report import build_report
-from kvstrata.core import InputError, KvstrataError
+from kvstrata.core import InputError, KvstrataError, UnsupportedModelError
 from kvstrata.hf import compat
 from kvstrata.hf.attention import Handoff
 from kvstrata.kernels.attention import KernelName
@@ -61,6 +61,11 @@ class StrataLayer(CacheLayerMixin):
         if tokens_to_remove > 0:
             raise InputError(f"crop({tokens_to_remove}): give the number of tokens to remove as a negative number")
         self.layer.crop(-tokens_to_remove)
+
+    def activate_past_recording(self) -> None:
+        """Refuse assisted decoding where the policy evicts: rejected drafts would have cost real entries."""
+        if any(self.layer.rules.values()):
+            raise UnsupportedModelError('assisted decoding works with the policy "full" only so far')
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Make row i what row beam_idx[i] is now."""

@@ -55,9 +55,15 @@ class Rule:
         if z.shape[1] > heads:
             z = z.mean(dim=1, keepdim=True)
         shape = signals.position.shape
-        cap = torch.tensor([[self.trigger.target(n) for n in caps] for caps in limits], device=z.device)
         protected, valid = signals.protected.expand(shape), signals.valid.expand(shape)
         pooled = self.granularity.heads == "pooled"
+        cap = torch.tensor(limits, device=z.device)
+        if self.trigger.room > 1:  # only where more is stored than allowed: a row must not pay for its neighbour
+            target = torch.tensor([[self.trigger.target(n) for n in caps] for caps in limits], device=z.device)
+            stored, full = valid.sum(dim=-1), cap.expand(shape[:2])
+            if pooled:
+                stored, full = stored.sum(dim=1, keepdim=True), full.sum(dim=1, keepdim=True)
+            cap = torch.where(stored > full, target, cap)
         keep = select(z.expand(shape), signals.position, cap, protected, valid, pooled)
         return Plan(self.tiers.assign(keep), (z.isnan() & signals.valid).sum())
 
