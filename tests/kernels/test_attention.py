@@ -203,6 +203,21 @@ def test_the_path_for_other_devices_agrees_with_the_one_for_cpu(dtype, group, qu
     assert largest_error(flash_lse, truth.lse) <= 1e-4
 
 
+@dtypes
+@groups
+@pytest.mark.parametrize("fold_from", [1, 1 << 30], ids=["folded", "apart"])
+@pytest.mark.parametrize("strided", [False, True], ids=["contiguous", "capacity-buffer"])
+def test_one_query_folded_into_its_group_or_not(monkeypatch, dtype, group, fold_from, strided):
+    monkeypatch.setattr(ref, "FOLD_FROM", fold_from)
+    q, k, v = case(1, 129, group, dtype, batch=3)
+    truth = oracle.attend(q, k, v, scale=SCALE, mass_rows=0)
+    if strided:
+        k, v = in_capacity_buffer(k), in_capacity_buffer(v)
+    out = attend(q, k, v, scale=SCALE).out
+    assert out.shape == q.shape
+    assert largest_error(out, truth.out) <= allowed(q, k, v, truth.out)
+
+
 class LargestTensor(TorchDispatchMode):
     """Remembers how many elements the largest tensor has that any operator produced."""
 

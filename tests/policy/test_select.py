@@ -13,7 +13,9 @@ from kvstrata.policy import Rule
 from kvstrata.policy.budget import Tokens
 from kvstrata.policy.granularity import Token
 from kvstrata.policy.scorers import Stateless
+from kvstrata.policy.scorers.recency import Recency
 from kvstrata.policy.select import select
+from kvstrata.policy.trigger import OnOverflow
 
 NAN, INF = math.nan, math.inf
 # few values, so that ties are common; infinities have tests of their own
@@ -227,9 +229,9 @@ def signals(lengths):
 
 
 def test_a_plan_averages_heads_that_share_their_tokens():
-    rule = Rule(Given([[[4.0, 0.0, 1.0], [0.0, 3.0, 1.0]]]), Tokens(1))
+    rule = Rule(Given([[[4.0, 0.0, 1.0], [0.0, 5.0, 1.0]]]), Tokens(1))
     plan = rule.plan(signals([[3]]), [(1,)])
-    assert plan.tier.tolist() == [[[int(Tier.EXACT), int(Tier.DROP), int(Tier.DROP)]]]
+    assert plan.tier.tolist() == [[[int(Tier.DROP), int(Tier.EXACT), int(Tier.DROP)]]]
 
 
 def test_a_plan_spreads_one_score_over_heads_that_differ():
@@ -257,3 +259,23 @@ def test_a_plan_fills_the_budget_whatever_the_dtype_of_the_scores(dtype, low, he
     plan = Rule(Given(z), Tokens(2), Token(heads)).plan(signals([[1, 3]]), [(2,)])
     kept = (plan.tier == int(Tier.EXACT)).tolist()
     assert kept == [[[True, False, False], [heads == "pooled", True, True]]]
+
+
+def kept_with_room(lengths, heads, limits, room=3):
+    """Entries kept [B][1|H] when a rule that makes room acts on these lengths."""
+    rule = Rule(Recency(), Tokens(9), Token(heads), trigger=OnOverflow(room))
+    return (rule.plan(signals(lengths), limits).tier == int(Tier.EXACT)).sum(dim=-1).tolist()
+
+
+def test_room_is_made_only_where_more_is_stored_than_allowed():
+    limits = [(4,)] * 4
+    assert kept_with_room([[5], [4], [2], [9]], "shared", limits) == [[2], [4], [2], [2]]
+    assert kept_with_room([[5, 4], [2, 9]], "each", limits[:2]) == [[2, 4], [2, 2]]
+    assert kept_with_room([[5, 9]], "each", [(4, 8)]) == [[2, 6]]
+    assert kept_with_room([[5], [9]], "shared", limits[:2], room=99) == [[1], [1]]
+
+
+def test_pooled_heads_make_room_only_when_they_are_over_together():
+    assert kept_with_room([[6, 2]], "pooled", [(4,)]) == [[6, 2]]
+    assert [sum(row) for row in kept_with_room([[6, 3], [4, 4]], "pooled", [(4,), (4,)])] == [4, 8]
+    assert [sum(row) for row in kept_with_room([[7, 6]], "pooled", [(4, 8)])] == [8]

@@ -280,6 +280,14 @@ def test_with_protect_replaces_only_what_is_given():
         policy.with_protect(sinks=40)  # and 32 recent ones
 
 
+def test_with_room_changes_the_trigger_and_nothing_else():
+    policy = parse_policy("h2o:budget=64")
+    assert policy.with_room(1) is policy
+    assert policy.with_room(8) == parse_policy("h2o:budget=64,room=8") != policy
+    assert policy.with_room(8).rule(0, "decode").trigger == OnOverflow(8)
+    assert policy.with_room(8).with_budget(Tokens(9)).rule(0, "decode").trigger == OnOverflow(8)
+
+
 def test_what_a_policy_asks_of_the_cache(file):
     policy = parse_policy(file(TABLE))
     assert policy.needs == {"mass", "keys"}
