@@ -62,8 +62,10 @@ STEP = Column("step", torch.int32)  # number of the forward that wrote the entry
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What a budget needs to know to turn bytes into entries."""
+    """What a budget needs to know of a layer to say how many entries it may keep."""
 
+    layer: int  # number of the layer in the model
+    depth: int  # its place among the compressed layers
     num_layers: int  # compressed layers of the model
     num_kv_heads: int
     entry_bytes: int  # one stored entry over all key-value heads of one layer, columns included
@@ -84,7 +86,8 @@ class Signals:
     valid: Tensor  # [B, 1|H, N] bool
     protected: Tensor  # [B, 1|H, N] bool; kept whatever the score says
     columns: Mapping[str, Tensor]  # each [B, 1|H, N]
-    mass: Tensor | None = None  # [B, H, N] fp32: attention received in this forward, summed over the queries asked for
+    queries: Tensor  # [B] int64: real tokens of each row in this forward
+    mass: Tensor | None = None  # [B, H, N] fp32: attention of this forward, as the scorer's reduction sums it
     keys: Tensor | None = None  # [B, H, N, D]
 
 

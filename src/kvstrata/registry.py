@@ -5,11 +5,12 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable
 from importlib.metadata import entry_points
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from kvstrata.core import SpecError
 
 T = TypeVar("T")
+S = TypeVar("S")
 PLUGIN_GROUP = "kvstrata.plugins"
 
 
@@ -28,13 +29,13 @@ class Registry(dict[str, T]):
         super().__init__()
         self.kind = kind
 
-    def add(self, name: str) -> Callable[[T], T]:
-        """Register what is decorated under `name`."""
+    def add(self, name: str) -> Callable[[S], S]:
+        """Register what is decorated under `name`; it keeps its own type."""
 
-        def register(thing: T) -> T:
+        def register(thing: S) -> S:
             if name in self:
                 raise SpecError(f"a {self.kind} named {name!r} exists already")
-            self[name] = thing
+            self[name] = cast(T, thing)
             return thing
 
         return register

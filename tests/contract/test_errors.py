@@ -6,6 +6,7 @@ from transformers import BertConfig, BertModel, MambaConfig, MambaForCausalLM, T
 
 import kvstrata
 from kvstrata.hf import compat
+from kvstrata.kernels.attention import Logits
 
 from .runs import ALL, feed, kv, prompt, spec, tiny
 
@@ -37,15 +38,32 @@ def test_kernels_are_checked():
         pass
 
 
-def test_bytes_that_hold_no_token_are_refused_at_the_first_forward():
-    with kvstrata.compress(tiny(), "h2o:budget=100B") as cache, pytest.raises(kvstrata.SpecError, match="give more"):
-        tiny()(prompt(20), **kv(cache))
-    assert cache.nbytes.reserved == 0
+IMPOSSIBLE = {
+    "bytes that hold no token": ("h2o:budget=100B", "give more"),
+    "three heads": ("h2o:budget=4/5/6", "2 key-value"),
+    "three heads in the last layer": ("layers: {0-1: 'h2o:budget=4', 2: {prefill: 'h2o:budget=4/5/6'}}", "layer 2"),
+    "three heads while decoding": ("layers: {0-: {decode: 'h2o:budget=4/5/6'}}", "2 key-value"),
+}
 
 
-def test_head_budgets_for_another_number_of_heads():
-    with kvstrata.compress(tiny(), "h2o:budget=4/5/6") as cache, pytest.raises(kvstrata.SpecError, match="2 key-value"):
-        tiny()(prompt(20), **kv(cache))
+@pytest.mark.parametrize(("text", "message"), IMPOSSIBLE.values(), ids=IMPOSSIBLE.keys())
+def test_a_budget_that_the_model_cannot_meet_is_refused_before_anything_runs(text, message, tmp_path):
+    if text.startswith("layers"):
+        (tmp_path / "p.yaml").write_text(text)
+        text = tmp_path / "p.yaml"
+    with pytest.raises(kvstrata.SpecError, match=message), kvstrata.compress(tiny(), text):
+        pass
+    assert tiny().config._attn_implementation == "sdpa"
+
+
+def test_a_budget_for_all_rows_that_this_batch_cannot_meet_leaves_nothing_stored():
+    one = 3 * (2 * 2 * 16 * 4 + 2 * 8)  # bytes of one token over all layers
+    with kvstrata.compress(tiny(), f"h2o:budget={2 * one}B/cache") as cache:
+        with pytest.raises(kvstrata.SpecError, match="give more"):
+            tiny()(prompt(20, 3), **kv(cache))
+        assert cache.nbytes.reserved == 0
+        tiny()(prompt(20, 2), **kv(cache))
+        assert cache.report().layers[0].stored == [[1, 1], [1, 1]]
 
 
 def test_a_layer_that_no_range_covers(tmp_path):
@@ -60,7 +78,7 @@ def test_an_empty_prompt():
     with kvstrata.compress(tiny(), "h2o") as cache:
         nothing = torch.empty(1, 2, 0, 16)
         with pytest.raises(kvstrata.InputError, match="prompt is empty"):
-            cache.strata[0].attend(torch.empty(1, 4, 0, 16), nothing, nothing, None, 0.25)
+            cache.strata[0].attend(torch.empty(1, 4, 0, 16), nothing, nothing, None, Logits(0.25))
         assert cache.nbytes.reserved == 0
 
 

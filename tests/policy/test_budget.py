@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvstrata.core import LayerShape, SpecError
 from kvstrata.policy.budget import ByteBudget, HeadTokens, Share, Tokens, parse_budget
 
-SHAPE = LayerShape(num_layers=10, num_kv_heads=3, entry_bytes=100, batch_size=4)
+SHAPE = LayerShape(layer=4, depth=3, num_layers=10, num_kv_heads=3, entry_bytes=100, batch_size=4)
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 FORMS = {
@@ -97,28 +97,28 @@ def test_writes_the_shortest_usual_form(budget, text):
 
 @pytest.mark.parametrize("seen", [0, 1, 1000])
 def test_tokens_are_the_same_whatever_was_seen(seen):
-    assert Tokens(5).limits(seen, 0, SHAPE) == (5,)
+    assert Tokens(5).limits(seen, 0.0, SHAPE) == (5,)
 
 
 def test_one_number_for_each_head():
-    assert HeadTokens((5, 6, 7)).limits(1000, 0, SHAPE) == (5, 6, 7)
+    assert HeadTokens((5, 6, 7)).limits(1000, 0.0, SHAPE) == (5, 6, 7)
 
 
 def test_numbers_for_other_heads_than_the_models_are_refused():
     with pytest.raises(SpecError, match=r"2 heads.*layer 4 has 3"):
-        HeadTokens((5, 6)).limits(1000, 4, SHAPE)
+        HeadTokens((5, 6)).limits(1000, 0.0, SHAPE)
     with pytest.raises(SpecError, match="every head"):
         HeadTokens(())
 
 
 @pytest.mark.parametrize(("seen", "limit"), [(0, 1), (1, 1), (3, 1), (4, 1), (7, 1), (8, 2), (1000, 250)])
 def test_a_share_rounds_down_but_keeps_one(seen, limit):
-    assert Share(Fraction(1, 4)).limits(seen, 0, SHAPE) == (limit,)
+    assert Share(Fraction(1, 4)).limits(seen, 0.0, SHAPE) == (limit,)
 
 
 def test_a_share_is_exact_where_floats_are_not():
-    assert parse_budget("29%").limits(100, 0, SHAPE) == (29,)  # int(100 * 0.29) is 28
-    assert parse_budget("100%").limits(12345, 0, SHAPE) == (12345,)
+    assert parse_budget("29%").limits(100, 0.0, SHAPE) == (29,)  # int(100 * 0.29) is 28
+    assert parse_budget("100%").limits(12345, 0.0, SHAPE) == (12345,)
 
 
 @pytest.mark.parametrize(
@@ -127,8 +127,8 @@ def test_a_share_is_exact_where_floats_are_not():
     ids=["sequence", "layer", "cache"],
 )
 def test_bytes_are_divided_over_what_they_are_for(per, one):
-    assert ByteBudget(7 * one, per).limits(1000, 0, SHAPE) == (7,)
-    assert ByteBudget(8 * one - 1, per).limits(1000, 0, SHAPE) == (7,)
-    assert ByteBudget(one, per).limits(1000, 0, SHAPE) == (1,)
+    assert ByteBudget(7 * one, per).limits(1000, 0.0, SHAPE) == (7,)
+    assert ByteBudget(8 * one - 1, per).limits(1000, 0.0, SHAPE) == (7,)
+    assert ByteBudget(one, per).limits(1000, 0.0, SHAPE) == (1,)
     with pytest.raises(SpecError, match=f"takes {one} bytes"):
-        ByteBudget(one - 1, per).limits(1000, 0, SHAPE)
+        ByteBudget(one - 1, per).limits(1000, 0.0, SHAPE)

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from kvstrata.core import Column, Signals, SpecError
-from kvstrata.kernels.attention import ALL_ROWS
+from kvstrata.kernels.mass import ALL_ROWS, Reduction
 from kvstrata.policy.scorers import SCORERS
-from kvstrata.policy.scorers.attention import AccumulatedMass, WindowMass
+from kvstrata.policy.scorers.attention import AccumulatedMass, DecayedMass, Persistence, WindowMass
+from kvstrata.policy.scorers.combine import Mix, Part
 from kvstrata.policy.scorers.keys import KeyDiff, KeyNorm
 from kvstrata.policy.scorers.recency import Random, Recency
 
@@ -21,38 +22,53 @@ def signals(position, layer=0, step=0, protected=(), **given):
     mask = torch.zeros(position.shape, dtype=torch.bool)
     mask[..., list(protected)] = True
     columns = {name: torch.tensor(value) for name, value in given.pop("columns", {}).items()}
+    queries = torch.tensor(given.pop("queries", [1] * len(position)))
     given = {name: torch.tensor(value) for name, value in given.items()}
-    return Signals(layer, step, position, valid, mask & valid, columns, **given)
+    return Signals(layer, step, position, valid, mask & valid, columns, queries, **given)
 
 
 def close(value, expected):
     return torch.allclose(value, torch.tensor(expected), atol=1e-6)
 
 
+def make(name):
+    """A scorer by name; a mix has no default, so it gets CONF-KV's."""
+    return Mix((Part(0.65, DecayedMass()), Part(0.35, Recency()))) if name == "mix" else SCORERS[name]()
+
+
+READS = {
+    "window-mass": Reduction(32),
+    "accumulated-mass": Reduction(ALL_ROWS),
+    "decayed-mass": Reduction(88, decay=0.9),
+    "persistence": Reduction(400, counts=True),
+    "mix": Reduction(88, decay=0.9),
+}
+COLUMNS = {"accumulated-mass": "mass", "decayed-mass": "ema", "persistence": "count", "mix": "ema"}
+
+
 def test_the_scorers_and_what_each_of_them_reads():
-    rows = {"window-mass": 32, "accumulated-mass": ALL_ROWS}
-    needs = {"keynorm": {"keys"}, "keydiff": {"keys"}, "window-mass": {"mass"}, "accumulated-mass": {"mass"}}
-    assert set(SCORERS) == {"recency", "random", *needs}
-    for name, scorer in SCORERS.items():
-        assert scorer().needs == frozenset(needs.get(name, ()))
-        assert scorer().mass_rows == rows.get(name, 0)
-        assert scorer().columns == ((Column("mass", torch.float32),) if name == "accumulated-mass" else ())
+    needs = {"keynorm": {"keys"}, "keydiff": {"keys"}}
+    assert set(SCORERS) == {"recency", "random", *needs, *READS}
+    for name in SCORERS:
+        scorer = make(name)
+        assert scorer.needs == frozenset(needs.get(name, ()))
+        assert scorer.mass == READS.get(name)
+        assert scorer.columns == ((Column(COLUMNS[name], torch.float32),) if name in COLUMNS else ())
 
 
 @pytest.mark.parametrize("name", SCORERS)
 def test_scorers_are_values(name):
-    make = SCORERS[name]
-    assert make() == make()
-    assert hash(make()) == hash(make())
-    assert not hasattr(make(), "__dict__"), "no room for the state of a run"
-    for field in fields(make):
+    assert make(name) == make(name)
+    assert hash(make(name)) == hash(make(name))
+    assert not hasattr(make(name), "__dict__"), "no room for the state of a run"
+    for field in fields(make(name)):
         with pytest.raises(FrozenInstanceError):
-            setattr(make(), field.name, 3)
+            setattr(make(name), field.name, 3)
 
 
-@pytest.mark.parametrize("name", sorted(set(SCORERS) - {"accumulated-mass"}))
+@pytest.mark.parametrize("name", sorted(set(SCORERS) - set(COLUMNS)))
 def test_scorers_without_state_observe_nothing(name):
-    assert SCORERS[name]().observe(signals([[[0, 1]]])) == {}
+    assert make(name).observe(signals([[[0, 1]]])) == {}
 
 
 def test_recency_is_the_position_and_not_the_slot():
@@ -137,17 +153,18 @@ def test_slots_past_a_length_are_no_neighbours():
 
 
 @pytest.mark.parametrize("heads", [1, 3], ids=["shared", "own"])
-@pytest.mark.parametrize("scorer", [*(make() for make in SCORERS.values()), WindowMass(4, 5)], ids=str)
+@pytest.mark.parametrize("scorer", [*map(make, SCORERS), WindowMass(4, 5), WindowMass(4, 5, "max")], ids=str)
 def test_no_scorer_takes_a_slot_for_a_position(scorer, heads):
     n = 12
     position = torch.arange(0, 3 * n, 3, dtype=torch.int32).expand(2, heads, n)
     mask = torch.zeros_like(position, dtype=torch.bool)
     mass, keys = torch.rand(2, 3, n), torch.randn(2, 3, n, 4)
-    recent, columns = position >= 3 * (n - 2), {"mass": torch.rand(2, heads, n)}
-    whole = Signals(1, 2, position, ~mask, recent, columns, mass, keys)
+    recent, queries = position >= 3 * (n - 2), torch.ones(2)
+    columns = {name: torch.rand(2, heads, n) for name in COLUMNS.values()}
+    whole = Signals(1, 2, position, ~mask, recent, columns, queries, mass, keys)
     order = torch.randperm(n)
     moved = {name: column[..., order] for name, column in columns.items()}
-    parts = position[..., order], ~mask, recent[..., order], moved, mass[..., order], keys[:, :, order]
+    parts = position[..., order], ~mask, recent[..., order], moved, queries, mass[..., order], keys[:, :, order]
     shuffled = Signals(1, 2, *parts)
     assert torch.allclose(scorer.score(shuffled), scorer.score(whole)[..., order], atol=1e-6)
 
@@ -165,6 +182,59 @@ def test_no_scorer_takes_a_slot_for_a_position(scorer, heads):
 def test_windows_that_cannot_work_are_refused(options, message):
     with pytest.raises(SpecError, match=message):
         WindowMass(**options)
+
+
+def test_windows_can_take_the_largest_neighbour():
+    mass = [[[3.0, 0.0, 6.0, 9.0, 0.0]]]
+    pooled = WindowMass(pool=3, kind="max").score(signals([[[0, 1, 2, 3, 4]]], mass=mass))
+    assert close(pooled, [[[3.0, 6.0, 9.0, 9.0, 9.0]]])
+
+
+def test_decayed_mass_is_the_recurrence_of_its_paper():
+    """ema = 0.9 ema + 0.1 A at every step, an entry seen for the first time starting from 0."""
+    state, scorer, mine = [0.0, 0.0, 0.0], DecayedMass(), None
+    for step in range(6):
+        given = [0.5 / (step + 1), 0.3, 0.1 * step]
+        state = [0.9 * old + 0.1 * new for old, new in zip(state, given, strict=True)]
+        column = mine if mine is not None else [[[0.0] * 3]]
+        mine = scorer.observe(signals([[[0, 1, 2]]], mass=[[given]], columns={"ema": column}))["ema"].tolist()
+    assert close(torch.tensor(mine), [[state]])
+
+
+def test_decayed_mass_of_many_queries_at_once_fades_what_came_before():
+    seen = signals([[[0]], [[0]]], mass=[[[2.0]], [[0.0]]], columns={"ema": [[[1.0]], [[1.0]]]}, queries=[3, 0])
+    assert close(DecayedMass(0.5).observe(seen)["ema"], [[[0.125 + 1.0]], [[1.0]]])  # no query, no fading
+
+
+def test_persistence_counts_and_fades():
+    seen = signals([[[0, 1]]], mass=[[[2.0, 0.0]]], columns={"count": [[[8.0, 8.0]]]}, queries=[2])
+    assert close(Persistence(4).observe(seen)["count"], [[[8 * 0.5625 + 2, 8 * 0.5625]]])
+
+
+def test_a_mix_brings_every_part_to_one_scale_over_what_may_go():
+    columns = {"ema": [[[5.0, 1.0, 3.0, 100.0]]]}
+    seen = signals([[[0, 1, 2, 3]]], columns=columns, mass=[[[0.0] * 4]], protected=[3])
+    mixed = make("mix").score(seen)[0, 0, :3]
+    assert close(mixed, [0.65, 0.35 * 0.5, 0.65 * 0.5 + 0.35])
+
+
+def test_a_mix_of_equal_scores_leaves_the_rest_to_the_others():
+    seen = signals([[[4, 9, 6]]], columns={"ema": [[[2.0, 2.0, 2.0]]]}, mass=[[[0.0] * 3]])
+    assert close(make("mix").score(seen), [[[0.0, 0.35, 0.35 * 0.4]]])
+
+
+def test_nan_in_a_mix_stays_with_its_entry():
+    seen = signals([[[0, 1, 2]]], columns={"ema": [[[math.nan, 1.0, 2.0]]]}, mass=[[[0.0] * 3]])
+    mixed = make("mix").score(seen)[0, 0]
+    assert mixed[0].isnan()
+    assert close(mixed[1:], [0.35 * 0.5, 1.0])
+
+
+def test_parts_that_would_sum_attention_differently_are_refused():
+    with pytest.raises(SpecError, match="at most one"):
+        Mix((Part(0.5, DecayedMass(0.9)), Part(0.5, DecayedMass(0.8))))
+    with pytest.raises(SpecError, match="at least one part"):
+        Mix(())
 
 
 def draws(count=1000, seed=0, layer=0, step=0):

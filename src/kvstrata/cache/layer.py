@@ -1,57 +1,86 @@
 """One layer of the cache: its clock, its rules and its store.
 
 A forward is settled when attention ends: the new entries are appended, attention runs over what is stored, scorers
-observe, and where a rule is due its plan is applied. Nothing is left for the next forward.
+observe, and where a rule is due its plan is applied. A forward waits where something is still missing: the step's
+logits, the verdict on drafts, or the end of a prompt that is fed in parts. It then settles when that comes, at the
+latest before the next forward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from kvstrata.core import InputError, LayerShape, Phase, Plan, Signals, SpecError, Tier
-from kvstrata.kernels.attention import KernelName, attend
+from kvstrata.cache.fed import Fed
+from kvstrata.cache.step import Events, Mode, Pending
+from kvstrata.cache.stored import attend_stored, mass_of
+from kvstrata.core import InputError, LayerShape, Phase, Plan, Signals, Tier
+from kvstrata.kernels.attention import KernelName, Logits
+from kvstrata.kernels.mass import ALL_ROWS, Reduction
 from kvstrata.policy.policy import Policy, Rule
 from kvstrata.store import Account, LayerStore
 
 PREFILL_ABOVE = 16  # more queries than this at once are a prompt, not drafts
 
 
-@dataclass(slots=True)
-class Events:
-    """What happened in a layer that a user should know of."""
-
-    evicted: int = 0  # entries freed, per head where heads differ
-    overruns: int = 0  # plans whose protected tokens exceeded the budget
-    nan_scores: Tensor | int = 0  # a tensor on the layer's device until the report reads it
-    plans: int = 0
-
-
 class Layer:
     """Keys and values of one layer under a policy. Rows of a batch may have different lengths."""
 
-    def __init__(self, index: int, policy: Policy, num_layers: int, account: Account, kernels: KernelName) -> None:
-        self.index, self._num_layers = index, num_layers
+    def __init__(
+        self,
+        index: int,
+        depth: int,
+        num_layers: int,
+        policy: Policy,
+        account: Account,
+        kernels: KernelName = "reference",
+        mode: Mode | None = None,
+    ) -> None:
+        self.index, self._depth, self._num_layers = index, depth, num_layers
         self._kernels: KernelName = kernels
+        self._mode = mode or Mode()
         self.rules = policy.rules(index)
         self.store = LayerStore(index, policy.columns(index), policy.per_head(index), account)
         self._restart()
 
     def _restart(self) -> None:
-        self.columns_fed = 0  # per row, pads included: what transformers calls the sequence length
         self.step = 0  # forwards so far
-        self.seen: list[int] = []  # real tokens of each row so far
-        self._gone: Tensor | None = None  # [B, columns fed by then] bool: real tokens that a later mask hid
-        self._fed: list[tuple[int, list[int]]] = []  # (columns, real tokens per row) of every run of forwards
+        self.fed = Fed()
         self.events = Events()
+        self._pending: Pending | None = None
 
     def reset(self) -> None:
         """Free everything and start the clock anew."""
         self.store.reset()
         self._restart()
+
+    @property
+    def columns_fed(self) -> int:
+        """Per row, pads included: what transformers calls the sequence length."""
+        return self.fed.columns
+
+    @property
+    def seen(self) -> list[int]:
+        """Real tokens of each row so far, those included that a later mask hid: the next token's position."""
+        return self.fed.seen
+
+    @property
+    def waits(self) -> bool:
+        """Whether a forward is not settled yet."""
+        return self._pending is not None
+
+    def entries(self, row: int = 0, head: int = 0) -> list[int]:
+        """Positions stored for one row and key-value head, ascending, among the row's real tokens."""
+        store = self.store
+        if store.is_empty:
+            return []
+        head = head if store.per_head else 0
+        return store.column("position")[row, head, : store.lengths()[row][head]].sort().values.tolist()
+
+    # -- a forward ----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def attend(
@@ -60,7 +89,7 @@ class Layer:
         k: Tensor,
         v: Tensor,
         tokens: Sequence[int] | None,
-        scale: float,
+        logits: Logits,
         past: Tensor | None = None,
     ) -> Tensor:
         """Store k and v [B, H, Q, D], return the attention of q [B, H*G, Q, D], then let the policy act.
@@ -68,42 +97,102 @@ class Layer:
         `tokens[b]` counts the real tokens of each row, which stand last; None means all Q. Queries of pads give zeros.
         `past` [B, columns fed] bool is given when it hides past tokens that were stored (pads that a finished row
         got, say): they are dropped first.
-        Raises `InputError` when the forward does not fit what is stored; nothing has changed then.
+        Raises `InputError` when the forward does not fit what is stored, `SpecError` when a budget cannot be met by
+        this model; nothing of the forward is stored then.
         """
         batch, queries = k.shape[0], k.shape[2]
-        if queries == 0:
-            raise InputError("no tokens to attend to: the prompt is empty")
-        if not self.store.is_empty and batch != self.store.batch_size:
-            raise InputError(f"{batch} rows given to a cache that holds {self.store.batch_size}: reset() it first")
         tokens = [queries] * batch if tokens is None else list(tokens)
+        self.check(k, v)
+        if not self._mode.prefilling:
+            self.settle()
         if past is not None:
             self._hide(past)
-        seen = self.seen or [0] * batch
-        phase: Phase = "prefill" if not any(seen) or queries > PREFILL_ABOVE else "decode"
-        self.store.append(k, v, tokens, seen, self.step)
+        phase = self._phase(queries)
+        self.store.append(k, v, tokens, self.seen or [0] * batch, self.step)
         if self._kernels == "exact":  # which sums in order of position, as an uncompressed cache does
             self.store.sort()
-        self.seen = [old + new for old, new in zip(seen, tokens, strict=True)]
-        self.columns_fed += queries
-        self._remember(queries, tokens)
-        rule = self.rules[phase]
-        try:
-            limits = self._due(rule)
-        except SpecError:  # a budget that this model cannot meet: known at the first forward, which leaves nothing
-            self.reset()
-            raise
-        mass_rows = rule.scorer.mass_rows if rule and (limits or rule.scorer.columns) else 0
-        out, mass = self._attention(q, tokens, scale, mass_rows)
-        if rule and (limits or rule.scorer.columns):
-            self._settle(rule, limits, mass)
+        self.fed.add(queries, tokens)
+        out = self._forward(q, tokens, logits, self.rules[phase])
         self.step += 1
         return out
 
-    def _due(self, rule: Rule | None) -> list[tuple[int, ...]] | None:
-        """Limits per row if something is over them after this forward, else None."""
+    def _forward(self, q: Tensor, tokens: list[int], logits: Logits, rule: Rule | None) -> Tensor:
+        """Attend over what is stored, and settle or leave that for later."""
         if rule is None:
-            return None
-        limits = rule.limits(self.seen, self.index, self.shape)
+            return self._attend(q, tokens, logits, None)[0]
+        mode = self._mode
+        waits = mode.drafting or mode.prefilling or rule.at_step_end
+        limits = None if waits else self._due(rule, None)
+        reads = waits or limits is not None or bool(rule.scorer.columns)
+        late = mode.drafting or (mode.prefilling and not rule.scorer.columns)
+        out, mass = self._attend(q, tokens, logits, None if late or not reads else rule.scorer.mass)
+        if not waits:
+            if reads:
+                self._settle(rule, tokens, mass, limits)
+            return out
+        pending = Pending(rule, q.shape[2], tokens, mass, logits=logits)
+        if late and rule.scorer.mass:
+            pending.queries = [q[row, :, q.shape[2] - n :] for row, n in enumerate(tokens)]
+        self._wait(pending)
+        return out
+
+    def _attend(
+        self, q: Tensor, tokens: list[int], logits: Logits, reduction: Reduction | None
+    ) -> tuple[Tensor, Tensor | None]:
+        return attend_stored(self.store, q, tokens, logits, reduction, self._kernels)
+
+    def _wait(self, pending: Pending) -> None:
+        """Put a forward off; within a prompt that is fed in parts, join it to the parts before."""
+        if self._mode.prefilling:
+            if pending.rule.scorer.columns and not self._mode.drafting:
+                self._observe(pending.rule, self._signals(pending.rule, pending.tokens, pending.mass))
+                pending.mass, pending.observed = None, True
+            if before := self._pending:
+                pending.columns += before.columns
+                pending.tokens = [a + b for a, b in zip(before.tokens, pending.tokens, strict=True)]
+                pending.queries = _joined(before.queries, pending.queries, pending.rule.scorer.mass)
+        self._pending = pending
+
+    def check(self, k: Tensor, v: Tensor) -> None:
+        """Refuse what cannot be stored, before anything is; only the shapes and dtype of k and v are looked at."""
+        batch, queries = k.shape[0], k.shape[2]
+        if queries == 0:
+            raise InputError("no tokens to attend to: the prompt is empty")
+        if self.store.is_empty:
+            size = self.store.entry_bytes_of(k, v)
+            shape = LayerShape(self.index, self._depth, self._num_layers, k.shape[1], size, batch)
+            for rule in self.rules.values():
+                for sure in (0.0, 1.0):
+                    _ = rule and rule.budget.limits(1, sure, shape)
+        elif batch != self.store.batch_size:
+            raise InputError(f"{batch} rows given to a cache that holds {self.store.batch_size}: reset() it first")
+
+    def _phase(self, queries: int) -> Phase:
+        if self._mode.prefilling or not any(self.seen):
+            return "prefill"
+        return "decode" if self._mode.drafting or queries <= PREFILL_ABOVE else "prefill"
+
+    # -- settling -----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Let the rule of the forward that waits act, with the confidence that its logits gave, if they came."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        sure = self._mode.confidence_at(self.columns_fed) if pending.rule.at_step_end else None
+        if sure is None and pending.rule.at_step_end:
+            self.events.no_logits += 1
+        limits = self._due(pending.rule, sure)
+        if pending.queries and (limits or pending.rule.scorer.columns):
+            assert pending.logits is not None
+            assert pending.rule.scorer.mass is not None
+            pending.mass = mass_of(self.store, pending.queries, pending.logits, pending.rule.scorer.mass)
+        self._settle(pending.rule, pending.tokens, pending.mass, limits, pending.observed)
+
+    def _due(self, rule: Rule, confidence: list[float] | None) -> list[tuple[int, ...]] | None:
+        """Limits per row if something is over them after this forward, else None."""
+        limits = rule.limits(self.fed.real, confidence, self.shape)
         heads = self.store.segment_heads
         over = any(
             sum(lengths) > sum(caps) * heads // len(caps)
@@ -115,112 +204,110 @@ class Layer:
 
     @property
     def shape(self) -> LayerShape:
-        """What budgets in bytes are resolved with."""
+        """What budgets are resolved with."""
         store = self.store
-        return LayerShape(self._num_layers, store.num_kv_heads, store.entry_bytes, store.batch_size)
+        return LayerShape(
+            self.index, self._depth, self._num_layers, store.num_kv_heads, store.entry_bytes, store.batch_size
+        )
 
-    def _attention(self, q: Tensor, tokens: list[int], scale: float, mass_rows: int) -> tuple[Tensor, Tensor | None]:
-        store = self.store
-        split = len(set(tokens)) > 1 or tokens[0] < q.shape[2]
-        group = q.shape[1] // store.num_kv_heads
-        blocks = list(store.blocks(split_rows=split))
-        if len(blocks) == 1 and not split:
-            done = attend(q, blocks[0].k, blocks[0].v, scale=scale, mass_rows=mass_rows, kernels=self._kernels)
-            return done.out, done.mass
-        out = torch.zeros_like(q)
-        mass = q.new_zeros(q.shape[0], store.num_kv_heads, store.longest, dtype=torch.float32) if mass_rows else None
-        for block in blocks:
-            new = tokens[block.rows.start]
-            if new == 0:
-                continue
-            heads = slice(block.heads.start * group, block.heads.stop * group)
-            part = q[block.rows, heads, -new:]
-            done = attend(part, block.k, block.v, scale=scale, mass_rows=mass_rows, kernels=self._kernels)
-            out[block.rows, heads, -new:] = done.out
-            if mass is not None and done.mass is not None:
-                mass[block.rows, block.heads, : block.k.shape[2]] = done.mass
-        return out, mass
-
-    def _settle(self, rule: Rule, limits: list[tuple[int, ...]] | None, mass: Tensor | None) -> None:
+    def _signals(
+        self, rule: Rule, tokens: list[int], mass: Tensor | None, limits: list[tuple[int, ...]] | None = None
+    ) -> Signals:
         store = self.store
         position, valid = store.column("position"), store.valid()
         columns = {column.name: store.column(column.name) for column in rule.scorer.columns}
         protected = rule.protected(position, valid, self.seen, limits) if limits else ~valid
         keys = store.keys() if limits and "keys" in rule.scorer.needs else None
-        signals = Signals(self.index, self.step, position, valid, protected, columns, mass, keys)
-        for name, value in rule.scorer.observe(signals).items():
-            store.set_column(name, value)
-            columns[name] = store.column(name)
+        queries = torch.tensor(tokens)
+        return Signals(self.index, self.step, position, valid, protected, columns, queries, mass, keys)
+
+    def _observe(self, rule: Rule, signals: Signals) -> Signals:
+        """Update the columns by this forward and return the signals with them."""
+        changed = rule.scorer.observe(signals)
+        if not changed:
+            return signals
+        for name, value in changed.items():
+            self.store.set_column(name, value)
+        return replace(signals, columns={name: self.store.column(name) for name in signals.columns})
+
+    def _settle(
+        self,
+        rule: Rule,
+        tokens: list[int],
+        mass: Tensor | None,
+        limits: list[tuple[int, ...]] | None,
+        observed: bool = False,
+    ) -> None:
+        if limits is None and (observed or not rule.scorer.columns):
+            return
+        signals = self._signals(rule, tokens, mass, limits)
+        if not observed:
+            signals = self._observe(rule, signals)
         if limits is None:
             return
         plan = rule.plan(signals, limits)
         self.events.plans += 1
         self.events.overruns += rule.overruns(limits)
         self.events.nan_scores = self.events.nan_scores + plan.nan_scores
-        self.events.evicted += store.apply(plan)
+        self.events.evicted += self.store.apply(plan)
 
-    # -- tokens that a later mask hides --------------------------------------------------------------------------
-
-    def _remember(self, queries: int, tokens: list[int]) -> None:
-        whole = all(n == queries for n in tokens)
-        if whole and self._fed and all(n == self._fed[-1][0] for n in self._fed[-1][1]):
-            columns = self._fed[-1][0] + queries
-            self._fed[-1] = (columns, [columns] * len(tokens))
-        else:
-            self._fed.append((queries, tokens))
-
-    @property
-    def hidden(self) -> list[int]:
-        """How many of each row's real tokens a later mask hid."""
-        return [0] * len(self.seen) if self._gone is None else self._gone.sum(dim=1).tolist()
+    # -- rows, masks and rollback -------------------------------------------------------------------------------
 
     def _hide(self, past: Tensor) -> None:
-        runs = [torch.arange(columns) >= columns - torch.tensor(tokens)[:, None] for columns, tokens in self._fed]
-        real, past = torch.cat(runs, dim=1), past.cpu()
-        hidden = real & ~past
-        shown = past & ~real
-        if self._gone is not None:
-            shown[:, : self._gone.shape[1]] |= past[:, : self._gone.shape[1]] & self._gone
-        if bool(shown.any()):
-            raise InputError("attention_mask shows past tokens that it hid before: they are not stored any more")
-        self._gone = hidden
-        by_position = torch.zeros(len(hidden), max(self.seen), dtype=torch.bool)
-        row, column = hidden.nonzero(as_tuple=True)
-        by_position[row, (real.cumsum(dim=1) - 1)[row, column]] = True
+        hidden = self.fed.hide(past)
+        if hidden is None:
+            return
         position = self.store.column("position").long()
-        found = by_position.to(position.device)[:, None].expand(-1, position.shape[1], -1).gather(2, position)
+        found = hidden.to(position.device)[:, None].expand(-1, position.shape[1], -1).gather(2, position)
         self.events.evicted += self.store.apply(Plan(torch.where(found, int(Tier.DROP), int(Tier.EXACT))))
-
-    # -- rows and rollback --------------------------------------------------------------------------------------
+        if self.waits:  # the mass of a prompt in parts is made where the newest entries stand last
+            self.store.sort()
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Make row i a copy of what is row `rows[i]` now (beams, repeats, selections)."""
         if self.store.is_empty:
             return
+        if not self._mode.prefilling:
+            self.settle()
+        elif pending := self._pending:
+            pending.tokens = [pending.tokens[row] for row in rows]
+            pending.queries = [pending.queries[row] for row in rows] if pending.queries else []
         self.store.select_rows(rows)
-        self.seen = [self.seen[row] for row in rows]
-        self._gone = None if self._gone is None else self._gone[list(rows)]
-        self._fed = [(columns, [tokens[row] for row in rows]) for columns, tokens in self._fed]
+        self.fed.select_rows(rows)
 
     def crop(self, count: int) -> None:
-        """Forget the newest `count` tokens of every row. What a plan dropped earlier stays dropped."""
-        if count <= 0 or self.store.is_empty:
+        """Forget the newest `count` tokens of every row. What a plan dropped earlier stays dropped.
+
+        Drafts are settled by it, also by crop(0): those that stay count, those that go never did.
+        """
+        if self.store.is_empty:
             return
-        self.columns_fed = max(0, self.columns_fed - count)
-        self._fed = _without_last(self._fed, count)
-        self.seen = [sum(tokens[row] for _, tokens in self._fed) for row in range(self.store.batch_size)]
-        self._gone = None if self._gone is None else self._gone[:, : self.columns_fed]
+        if count > 0:
+            if self.waits and not (self._mode.drafting or self._mode.prefilling):
+                self.settle()
+            self._forget(count)
+        if not self._mode.prefilling:
+            self.settle()
+
+    def _forget(self, count: int) -> None:
+        if (pending := self._pending) and count >= pending.columns:
+            self._pending = None
+        elif pending:
+            pending.columns -= count
+            gone = [min(count, n) for n in pending.tokens]
+            pending.tokens = [n - less for n, less in zip(pending.tokens, gone, strict=True)]
+            pending.queries = [
+                q[:, : max(0, q.shape[1] - less)] for q, less in zip(pending.queries, gone, strict=False)
+            ]
+        self.fed.crop(count)
         position, valid = self.store.column("position"), self.store.valid()
         end = torch.tensor(self.seen, device=position.device)[:, None, None]
         self.store.apply(Plan(torch.where(valid & (position < end), int(Tier.EXACT), int(Tier.DROP))))
 
 
-def _without_last(fed: list[tuple[int, list[int]]], count: int) -> list[tuple[int, list[int]]]:
-    """The runs of columns without the newest `count` columns."""
-    kept = list(fed)
-    while kept and count > 0:
-        columns, tokens = kept.pop()
-        if columns > count:
-            kept.append((columns - count, [max(0, n - count) for n in tokens]))
-        count -= columns
-    return kept
+def _joined(before: list[Tensor], now: list[Tensor], reduction: Reduction | None) -> list[Tensor]:
+    """Queries of every row over the parts of a prompt, no more than the reduction will read."""
+    if not before or reduction is None:
+        return now
+    every = [torch.cat(pair, dim=1) for pair in zip(before, now, strict=True)]
+    return every if reduction.rows == ALL_ROWS else [q[:, -reduction.rows :] for q in every]

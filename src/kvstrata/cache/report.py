@@ -1,42 +1,45 @@
-"""What a cache holds and why, as text and as a dict."""
+"""What a cache holds and why, as text, as a dict and as a picture."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+from kvstrata.cache.cache import PolicyCache
 from kvstrata.cache.layer import Layer
+from kvstrata.core import KvstrataError
 from kvstrata.store import Account, Bytes
 
 
 def human_bytes(count: float) -> str:
     """Bytes with a binary unit, three significant digits."""
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return (
-                f"{count:.0f} {unit}"
-                if unit == "B"
-                else f"{count:.3g} {unit}"
-                if count < 100
-                else f"{count:.0f} {unit}"
-            )
+    if count < 1024:
+        return f"{count:.0f} B"
+    for unit in ("KiB", "MiB"):
         count /= 1024
-    return f"{count:.2f} GiB"
+        if count < 1024:
+            return f"{count:.3g} {unit}" if count < 100 else f"{count:.0f} {unit}"
+    return f"{count / 1024:.2f} GiB"
 
 
 @dataclass(frozen=True, slots=True)
 class LayerReport:
-    """One compressed layer. Entries are counted over rows and heads, as key-value pairs of one head."""
+    """One compressed layer. The heads axis is 1 where all heads hold the same tokens."""
 
     layer: int
     seen: list[int]  # real tokens of each row
     stored: list[list[int]]  # entries [B][1|H]
+    shares: list[list[float]]  # stored / seen [B][1|H]
+    tiers: dict[str, int]  # entries by tier, over rows and heads
+    positions: list[list[list[int]]]  # of the stored entries, ascending [B][1|H][n]
     bytes: Bytes
     plans: int
-    evicted: int
-    overruns: int
+    evicted: int  # entries freed by plans and masks, over rows and heads, however often rows were copied since
+    overruns: int  # plans whose protected tokens exceeded the budget
     nan_scores: int
+    no_logits: int  # forwards whose logits were needed and never came
     note: str  # why nothing was dropped, or empty
 
 
@@ -49,8 +52,9 @@ class Report:
     peak: Bytes
     full: int
     itemsize: int
+    nan_logits: int  # rows of logits with a NaN, which counted as unsure
     layers: list[LayerReport]
-    passed_through: dict[int, str]  # layer -> kind of stock cache layer that serves it
+    passed_through: dict[int, str]  # layer -> why transformers' own cache serves it
 
     @property
     def share(self) -> float:
@@ -67,48 +71,105 @@ class Report:
             shares += f", {self.share * self.itemsize / 2:.1%} of one in 16 bit"
         lines = [
             f"policy {self.policy}: {human_bytes(self.now.held)} held ({shares}), {human_bytes(self.now.live)} live, "
-            f"peak {human_bytes(self.peak.held)} held, {human_bytes(self.peak.reserved)} reserved"
+            f"peak {human_bytes(self.peak.held)} held, {human_bytes(self.peak.reserved)} reserved",
+            *passed_through_lines(self.passed_through),
         ]
-        for kind in sorted(set(self.passed_through.values())):
-            which = [layer for layer, name in self.passed_through.items() if name == kind]
-            lines.append(f"{len(which)} layers passed through uncompressed ({kind}): {_ranges(which)}")
-        lines += [f"layers {_ranges(which)}: {text}" for text, which in _grouped(self.layers).items()]
+        if self.nan_logits:
+            lines.append(f"{self.nan_logits} rows of logits with NaN counted as unsure")
+        lines += [f"layers {ranges(which)}: {text}" for text, which in _grouped(self.layers).items()]
         return "\n".join(lines)
 
+    def figure(self, path: str | Path, row: int = 0) -> Path:
+        """Draw layers x positions of one row, darker where more heads keep the token; PNG or SVG by the suffix.
 
-def build_report(policy: str, layers: Sequence[Layer], account: Account, passed_through: dict[int, str]) -> Report:
+        Raises `KvstrataError` when matplotlib is missing or nothing is stored.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise KvstrataError("a figure needs matplotlib: pip install 'kvstrata[demo]'") from error
+        if not self.layers or not self.layers[0].stored:
+            raise KvstrataError("nothing is stored, so there is nothing to draw")
+        if not 0 <= row < len(self.layers[0].seen):
+            raise KvstrataError(f"row {row} of {len(self.layers[0].seen)}: rows count from 0")
+        image = [_kept(layer, row) for layer in self.layers]
+        fig = Figure(figsize=(10, 1.5 + 0.14 * len(image)), layout="constrained")
+        axes = fig.subplots()
+        drawn = axes.imshow(image, aspect="auto", interpolation="nearest", cmap="Greys", vmin=0, vmax=1)
+        axes.set(xlabel="position", ylabel="layer", title=f"{self.policy}: tokens kept, row {row}")
+        shown = range(0, len(image), max(1, len(image) // 12))
+        axes.set_yticks(list(shown), [str(self.layers[i].layer) for i in shown])
+        fig.colorbar(drawn, label="share of heads that keep it")
+        path = Path(path)
+        scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        fig.savefig(scratch, dpi=130, format=path.suffix.lstrip(".") or "png")
+        scratch.replace(path)
+        return path
+
+
+def build_report(cache: PolicyCache, passed_through: dict[int, str]) -> Report:
     """Read the state of a cache; reading changes nothing."""
+    layers = list(cache.layers.values())
     itemsize = next((layer.store.payload_itemsize for layer in layers if not layer.store.is_empty), 2)
-    full = sum(layer.store.token_bytes * sum(layer.seen) for layer in layers)
     return Report(
-        policy,
-        account.now,
-        account.peak,
-        full,
+        cache.policy.name,
+        cache.account.now,
+        cache.account.peak,
+        cache.full_bytes,
         itemsize,
-        [_layer(layer, account) for layer in layers],
+        cache.nan_logits,
+        [_layer(layer, cache.account) for layer in layers],
         passed_through,
     )
 
 
 def _layer(layer: Layer, account: Account) -> LayerReport:
-    events = layer.events
-    note = ""
-    if not any(layer.rules.values()):
-        note = "the policy keeps everything"
-    elif not layer.store.is_empty and events.plans == 0:
-        note = f"not compressed: {max(layer.seen)} tokens seen are within the budget"
+    events, seen = layer.events, layer.fed.real
+    stored = [] if layer.store.is_empty else layer.store.lengths()
     return LayerReport(
         layer.index,
-        list(layer.seen),
-        [] if layer.store.is_empty else layer.store.lengths(),
+        list(seen),
+        stored,
+        [[n / max(1, tokens) for n in row] for row, tokens in zip(stored, seen, strict=True)],
+        {"exact": sum(map(sum, stored))},
+        [[layer.entries(row, head) for head in range(len(heads))] for row, heads in enumerate(stored)],
         account.layers[layer.index],
         events.plans,
         events.evicted,
         events.overruns,
         int(events.nan_scores),
-        note,
+        events.no_logits,
+        _note(layer),
     )
+
+
+def _note(layer: Layer) -> str:
+    if not any(layer.rules.values()):
+        return "the policy keeps everything"
+    if layer.store.is_empty or layer.events.plans:
+        return ""
+    if layer.waits:
+        return "not compressed yet: the last forward waits to be settled"
+    return f"not compressed: {max(layer.fed.real)} tokens seen are within the budget"
+
+
+def _kept(layer: LayerReport, row: int) -> list[float]:
+    """Share of the layer's heads that keep each position of a row."""
+    heads = layer.positions[row]
+    kept = [0.0] * max(layer.seen[row], 1 + max((p[-1] for p in heads if p), default=0))
+    for positions in heads:
+        for position in positions:
+            kept[position] += 1 / len(heads)
+    return kept
+
+
+def passed_through_lines(passed_through: dict[int, str]) -> list[str]:
+    """One line for every reason why layers are not compressed."""
+    lines: list[str] = []
+    for kind in sorted(set(passed_through.values())):
+        which = [layer for layer, name in passed_through.items() if name == kind]
+        lines.append(f"{len(which)} layers passed through uncompressed ({kind}): {ranges(which)}")
+    return lines
 
 
 def _grouped(layers: list[LayerReport]) -> dict[str, list[int]]:
@@ -120,14 +181,18 @@ def _grouped(layers: list[LayerReport]) -> dict[str, list[int]]:
             "nothing" if not counts else str(counts[0]) if len(set(counts)) == 1 else f"{min(counts)} to {max(counts)}"
         )
         text = f"{stored} of {max(layer.seen, default=0)} tokens kept per row and head"
-        extras = {"over budget": layer.overruns, "NaN scores": layer.nan_scores}
+        extras = {
+            "over budget": layer.overruns,
+            "NaN scores": layer.nan_scores,
+            "forwards without logits": layer.no_logits,
+        }
         text += "".join(f", {count} {name}" for name, count in extras.items() if count)
         text += f"; {layer.note}" if layer.note else ""
         found.setdefault(text, []).append(layer.layer)
     return found
 
 
-def _ranges(numbers: list[int]) -> str:
+def ranges(numbers: list[int]) -> str:
     """[0, 1, 2, 5] -> '0-2, 5'."""
     parts: list[list[int]] = []
     for number in numbers:

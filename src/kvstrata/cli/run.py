@@ -169,10 +169,10 @@ class _Meter(BaseStreamer):
 
     def line(self) -> str:
         """Memory and speed now."""
-        report = self._cache.report()
-        live, held, peak = (human_bytes(n) for n in (report.now.live, report.now.held, report.peak.held))
+        account, full = self._cache.account, self._cache.engine.full_bytes
+        live, held, peak = (human_bytes(n) for n in (account.now.live, account.now.held, account.peak.held))
         return (
-            f"{len(self.tokens)} tokens · KV {live} live, {report.now.live / max(1, report.full):.0%} of full "
+            f"{len(self.tokens)} tokens · KV {live} live, {account.now.live / max(1, full):.0%} of full "
             f"({held} held, peak {peak}) · prefill {self.prefill_s:.1f} s · {self.ms_per_token:.0f} ms/token"
         )
 

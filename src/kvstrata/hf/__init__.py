@@ -11,11 +11,12 @@ from transformers import PreTrainedModel
 from kvstrata.core import SpecError
 from kvstrata.hf import compat
 from kvstrata.hf.attention import attached
-from kvstrata.hf.cache import StrataCache
+from kvstrata.hf.cache import SignalLogits, StrataCache
+from kvstrata.hf.signals import logits_to
 from kvstrata.kernels.attention import KERNELS, KernelName
 from kvstrata.policy import Policy, parse_policy
 
-__all__ = ["StrataCache", "compress"]
+__all__ = ["SignalLogits", "StrataCache", "compress"]
 
 
 @contextmanager
@@ -36,7 +37,7 @@ def compress(
     compat.check_version()
     compat.check_model(model)
     cache = StrataCache(model, parse_policy(policy), kernels)
-    with attached(model):
+    with attached(model), logits_to(cache, model):
         try:
             yield cache
         finally:

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers.masking_utils import causal_mask_function
 
 from kvstrata.cache import Layer
 from kvstrata.core import InputError, UnsupportedModelError
 from kvstrata.hf import compat
+from kvstrata.kernels.attention import Logits
 
 NAME = "kvstrata"
 
@@ -43,15 +43,14 @@ class LazyMask:
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         self._arguments = arguments
-        self._stock: Tensor | None = None
-        self._made = False
+        self._stock: dict[str | None, Tensor | None] = {}
         self._padding: Padding | None = None
 
-    def stock(self) -> Tensor | None:
-        """The mask that sdpa would have got."""
-        if not self._made:
-            self._stock, self._made = sdpa_mask(**self._arguments), True
-        return self._stock
+    def stock(self, name: str | None) -> Tensor | None:
+        """The mask that the attention implementation `name` would have got."""
+        if name not in self._stock:
+            self._stock[name] = compat.original_mask(name)(**self._arguments)
+        return self._stock[name]
 
     def padding(self, queries: int, layer: Layer) -> Padding:
         """What the mask says of this forward's columns; read once, since all layers have seen the same.
@@ -79,7 +78,7 @@ def _read_padding(mask: Tensor, queries: int, layer: Layer) -> Padding:
     tokens: list[int] = new.sum(dim=1).tolist()
     past = None
     if mask.shape[1] == columns and any(layer.seen):
-        known = [seen - gone + new for seen, gone, new in zip(layer.seen, layer.hidden, tokens, strict=True)]
+        known = [real + more for real, more in zip(layer.fed.real, tokens, strict=True)]
         past = mask[:, :-queries].bool() if mask.sum(dim=1).tolist() != known else None
     if min(tokens) == queries:
         return Padding(None, past)
@@ -105,14 +104,16 @@ def attention_function(
     scaling: float | None = None,
     dropout: float = 0.0,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Attend through our layer when the keys are a handoff; anything else goes to sdpa as if we were not there.
+) -> tuple[Tensor, Tensor | None]:
+    """Attend through our layer when the keys are a handoff; anything else goes where it went before us.
 
     query [B, H*G, Q, D] -> out [B, Q, H*G, D].
     """
     if not isinstance(key, Handoff):
-        mask = attention_mask.stock() if isinstance(attention_mask, LazyMask) else attention_mask
-        return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, **kwargs)
+        name = _original_name(module)
+        mask = attention_mask.stock(name) if isinstance(attention_mask, LazyMask) else attention_mask
+        attention = compat.original_attention(name, module)
+        return attention(module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs)
     for name in compat.REFUSED_ARGUMENTS:
         if kwargs.get(name) is not None:
             raise UnsupportedModelError(f"{type(module).__name__} needs {name!r}, which kvstrata does not compute yet")
@@ -120,9 +121,14 @@ def attention_function(
         raise InputError("a custom 4-D attention mask cannot follow evictions: pass the 2-D padding mask")
     padding = attention_mask.padding(query.shape[2], key.layer) if attention_mask is not None else NO_PADDING
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    logits = Logits(scale, kwargs.get(compat.SOFTCAP), _detached(kwargs.get(compat.SINKS)))
     q, k, v = query.detach(), key.keys.detach(), value.detach()
-    out = key.layer.attend(q, k, v, padding.tokens, scale, padding.past)
+    out = key.layer.attend(q, k, v, padding.tokens, logits, padding.past)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _detached(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach()
 
 
 @dataclass(slots=True)
@@ -137,6 +143,12 @@ class _Attachment:
 # Which configs are attached now, by id. Not state of a cache: blocks may end in any order, and the last one restores.
 _attached: dict[int, _Attachment] = {}
 _lock = threading.Lock()
+
+
+def _original_name(module: torch.nn.Module) -> str | None:
+    """The attention implementation that was in force for this module before any block was opened."""
+    attachment = _attached.get(id(getattr(module, "config", None)))
+    return "sdpa" if attachment is None else attachment.original
 
 
 @contextmanager

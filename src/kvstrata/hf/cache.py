@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import LongTensor, Tensor
+from transformers import LogitsProcessor, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kvstrata.cache import Layer, Report
+from kvstrata.cache import Layer, PolicyCache, Report
 from kvstrata.cache.report import build_report
 from kvstrata.core import InputError, KvstrataError, UnsupportedModelError
 from kvstrata.hf import compat
@@ -57,30 +59,18 @@ class StrataLayer(CacheLayerMixin):
         self.layer.reset()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the newest -tokens_to_remove tokens."""
-        if tokens_to_remove > 0:
-            raise InputError(f"crop({tokens_to_remove}): give the number of tokens to remove as a negative number")
-        self.layer.crop(-tokens_to_remove)
+        """Do nothing; see `StrataCache.crop`."""
 
-    def activate_past_recording(self) -> None:
-        """Refuse assisted decoding where the policy evicts: rejected drafts would have cost real entries."""
-        if any(self.layer.rules.values()):
-            raise UnsupportedModelError('assisted decoding works with the policy "full" only so far')
+    # rows are selected for all layers at once, by the cache
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Make row i what row beam_idx[i] is now."""
-        self.layer.select_rows(beam_idx.tolist())
+        """Do nothing; see `StrataCache.reorder_cache`."""
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row."""
-        rows = range(self.layer.store.batch_size)
-        self.layer.select_rows([row for row in rows for _ in range(repeats)])
+        """Do nothing; see `StrataCache.batch_repeat_interleave`."""
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows."""
-        if indices.dtype == torch.bool:
-            indices = indices.nonzero().flatten()
-        self.layer.select_rows(indices.tolist())
+        """Do nothing; see `StrataCache.batch_select_indices`."""
 
     @property
     def batch_size(self) -> int:
@@ -92,18 +82,36 @@ class StrataCache(Cache):
     """A cache under a policy. Layers that are not ordinary full attention are transformers' own, uncompressed."""
 
     def __init__(self, model: PreTrainedModel, policy: Policy, kernels: KernelName) -> None:
-        stock = compat.stock_layers(compat.text_config(model))
-        ours = [index for index, layer in enumerate(stock) if compat.is_plain(layer)]
+        config = compat.text_config(model)
+        stock = compat.stock_layers(config)
+        self.passed_through = compat.not_compressed(config, stock)
+        ours = [index for index in range(len(stock)) if index not in self.passed_through]
         if not ours:
-            kinds = sorted({type(layer).__name__ for layer in stock})
-            raise KvstrataError(f"{type(model).__name__} has no full-attention layer to compress, only {kinds}")
-        self.policy = policy
-        self.account = Account()
-        self.strata = {i: Layer(i, policy, len(ours), self.account, kernels) for i in ours}
-        self.passed_through = {i: type(layer).__name__ for i, layer in enumerate(stock) if i not in self.strata}
+            kinds = ", ".join(sorted(set(self.passed_through.values())))
+            raise UnsupportedModelError(f"{type(model).__name__} has no full-attention layer to compress, only {kinds}")
+        self.engine = PolicyCache(policy, ours, kernels)
+        if shape := compat.kv_shape(config):  # so that a budget that cannot be met is refused here already
+            like = torch.empty(1, shape[0], 1, shape[1], dtype=model.dtype, device="meta")
+            for layer in self.strata.values():
+                layer.check(like, like)
         super().__init__(
             layers=[StrataLayer(self.strata[i]) if i in self.strata else stock[i] for i in range(len(stock))]
         )
+
+    @property
+    def policy(self) -> Policy:
+        """What decides."""
+        return self.engine.policy
+
+    @property
+    def account(self) -> Account:
+        """The bytes of the compressed layers."""
+        return self.engine.account
+
+    @property
+    def strata(self) -> dict[int, Layer]:
+        """The compressed layers by number."""
+        return self.engine.layers
 
     def close(self) -> None:
         """Refuse further forwards; what is stored can still be read."""
@@ -111,19 +119,85 @@ class StrataCache(Cache):
             if isinstance(layer, StrataLayer):
                 layer.is_open = False
 
+    # -- transformers' cache contract, where layers must act together -------------------------------------------
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the newest -tokens_to_remove tokens of every row and settle drafts; crop(0) accepts them all."""
+        if tokens_to_remove > 0:
+            raise InputError(f"crop({tokens_to_remove}): give the number of tokens to remove as a negative number")
+        for index, layer in enumerate(self.layers):
+            if index not in self.strata:
+                cast(Any, layer).crop(tokens_to_remove)
+        self.engine.crop(-tokens_to_remove)
+
+    def activate_past_recording(self) -> None:
+        """Hold every later forward tentative until `crop`, as assisted decoding needs it."""
+        super().activate_past_recording()
+        self.engine.activate_past_recording()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Make row i what row beam_idx[i] is now."""
+        super().reorder_cache(cast(LongTensor, beam_idx))
+        self.engine.select_rows(beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row."""
+        super().batch_repeat_interleave(repeats)
+        rows = next(iter(self.strata.values())).store.batch_size
+        self.engine.select_rows([row for row in range(rows) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows."""
+        super().batch_select_indices(indices)
+        if indices.dtype == torch.bool:
+            indices = indices.nonzero().flatten()
+        self.engine.select_rows(indices.tolist())
+
+    def reset(self) -> None:
+        """Free everything and start anew."""
+        super().reset()
+        self.engine.reset()
+
+    @contextmanager
+    def prefilling(self) -> Generator[None]:
+        """Feed one prompt in parts and let the policy act once, after the last: one-shot quality at the full peak."""
+        with self.engine.prefilling():
+            yield
+
+    # -- what users read ----------------------------------------------------------------------------------------
+
     @property
     def nbytes(self) -> Bytes:
         """Bytes of the compressed layers now."""
         return self.account.now
 
+    @property
+    def confidence(self) -> list[float] | None:
+        """How sure the model was at the newest column, row by row, if the policy reads logits."""
+        mode = self.engine.mode
+        return None if mode.confidence is None else [row[-1] for row in mode.confidence]
+
     def entries(self, layer: int, row: int = 0, head: int = 0) -> list[int]:
         """Positions stored for one layer, row and key-value head, ascending, among the row's real tokens."""
-        store = self.strata[layer].store
-        if store.is_empty:
-            return []
-        head = head if store.per_head else 0
-        return store.column("position")[row, head, : store.lengths()[row][head]].sort().values.tolist()
+        return self.strata[layer].entries(row, head)
 
     def report(self) -> Report:
         """What is held, what was dropped, and why not where nothing was."""
-        return build_report(self.policy.name, list(self.strata.values()), self.account, self.passed_through)
+        return build_report(self.engine, self.passed_through)
+
+
+class SignalLogits(LogitsProcessor):
+    """Shows a cache the logits that reach it among `generate`'s processors, for `signal_logits=processed`.
+
+    Give it last in `logits_processor`, after warpers of your own: those that `generate` makes of `temperature`,
+    `top_k` and `top_p` come later still.
+    """
+
+    def __init__(self, cache: StrataCache) -> None:
+        self.cache = cache
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Read scores [B, V] and return them unchanged."""
+        if "processed-logits" in self.cache.engine.needs:
+            self.cache.engine.end_step(scores[:, None], join=self.cache.engine.mode.drafting)
+        return scores

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import warnings
+from collections.abc import Callable
 from typing import Any, cast
 
+import torch
 import transformers
 from packaging.version import Version
+from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.cache_utils import DynamicCache, DynamicLayer
-from transformers.masking_utils import create_causal_mask
+from transformers.cache_utils import DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_causal_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvstrata.core import UnsupportedModelError
 
 OLDEST, NEWEST = Version("5.17"), Version("5.24")  # the tests run on both ends
 # how forward() and generate() call the cache: newer releases renamed it and still take the old name
 CACHE_KEYWORD = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
+SOFTCAP, SINKS = "softcap", "s_aux"  # attention arguments that our attention computes
 # attention arguments that change the result and that our attention does not know
-REFUSED_ARGUMENTS = ("softcap", "s_aux", "position_bias", "sliding_window")
+REFUSED_ARGUMENTS = ("position_bias", "sliding_window", "chunk_size")
 
 
 def check_version() -> None:
@@ -47,6 +54,18 @@ def set_attention_name(config: PretrainedConfig, name: str | None) -> None:
     config._attn_implementation_internal = name  # pyright: ignore
 
 
+def original_attention(name: str | None, module: torch.nn.Module) -> Callable[..., Any]:
+    """The attention function that `module` would call under its own implementation `name`."""
+    eager = getattr(sys.modules.get(type(module).__module__), "eager_attention_forward", sdpa_attention_forward)
+    return cast(Callable[..., Any], cast(Any, ALL_ATTENTION_FUNCTIONS).get_interface(name or "eager", eager))
+
+
+def original_mask(name: str | None) -> Callable[..., Tensor | None]:
+    """The mask function of the implementation `name`."""
+    masks = cast(Any, ALL_MASK_ATTENTION_FUNCTIONS)
+    return cast("Callable[..., Tensor | None]", masks[name or "eager"])
+
+
 def check_model(model: object) -> None:
     """Refuse a model whose attention cannot be selected by name; raises `UnsupportedModelError` with the reason."""
     if not isinstance(model, PreTrainedModel):
@@ -69,6 +88,35 @@ def stock_layers(config: PretrainedConfig) -> list[Any]:
     return cast("list[Any]", DynamicCache(config=config).layers)
 
 
-def is_plain(layer: object) -> bool:
-    """Whether a stock cache layer is ordinary full attention, which is what we replace."""
-    return type(layer) is DynamicLayer
+def not_compressed(config: PretrainedConfig, stock: list[Any]) -> dict[int, str]:
+    """Layers that stay with transformers' own cache, and why, in a few words."""
+    found = {i: _KINDS.get(type(layer).__name__, type(layer).__name__) for i, layer in enumerate(stock)}
+    found = {i: kind for i, kind in found.items() if kind}
+    shared: int = getattr(config, "num_kv_shared_layers", None) or 0
+    if shared:  # later layers read the keys of the last layer of their kind before them
+        kinds: list[str] = getattr(config, "layer_types", None) or []
+        donors = {kind: i for i, kind in enumerate(kinds[: len(kinds) - shared])}
+        for i in donors.values():
+            found.setdefault(i, "shared with later layers")
+    return found
+
+
+def kv_shape(config: PretrainedConfig) -> tuple[int, int] | None:
+    """Key-value heads and head_dim that every layer has, if the config says so plainly."""
+    if any(getattr(config, name, None) for name in ("kv_lora_rank", "global_head_dim", "num_global_key_value_heads")):
+        return None
+    query_heads: int = getattr(config, "num_attention_heads", 0)
+    heads: int = getattr(config, "num_key_value_heads", None) or query_heads
+    dim: int = getattr(config, "head_dim", None) or (config.hidden_size // query_heads if query_heads else 0)
+    return (heads, dim) if heads and dim else None
+
+
+_KINDS = {
+    "DynamicLayer": "",
+    "DynamicSlidingWindowLayer": "sliding window",
+    "LinearAttentionLayer": "recurrent state",
+    "LinearAttentionAndFullAttentionLayer": "recurrent state and attention",
+    "LinearAttentionAndSlidingWindowAttentionLayer": "recurrent state and sliding window",
+    "DynamicIndexedLayer": "indexed sparse attention",
+    "DummyLayer": "no cache",
+}

@@ -14,13 +14,51 @@ from kvstrata.core import LayerShape, SpecError
 class Budget(Protocol):
     """A limit per row and, where heads differ, per head."""
 
-    def limits(self, seen: int, layer: int, shape: LayerShape) -> tuple[int, ...]:
+    @property
+    def needs(self) -> frozenset[str]:
+        """Signals of a step that it reads: "logits" as the model gives them, or "processed-logits"."""
+        ...
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Limits that are known before any model is; whatever is protected must fit into each."""
+        ...
+
+    def limits(self, seen: int, confidence: float, shape: LayerShape) -> tuple[int, ...]:
         """Entries that a layer may keep of a row that has seen `seen` real tokens: one number, or one per head."""
         ...
 
+    def around(self, mean: Budget) -> Budget:
+        """The same kind of budget, `mean` on average."""
+        ...
+
+    def scaled(self, factor: Fraction) -> Budget:
+        """`factor` times as much, rounded down, at least one."""
+        ...
+
+
+class _Flat:
+    """A budget that is the same at every step and depth."""
+
+    __slots__ = ()
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Nothing."""
+        return frozenset()
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """None known yet."""
+        return ()
+
+    def around(self, mean: Budget) -> Budget:
+        """The mean itself."""
+        return mean
+
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
+class Tokens(_Flat):
     """The same number of tokens in every layer and head."""
 
     count: int
@@ -29,37 +67,55 @@ class Tokens:
         if self.count < 1:
             raise SpecError(f"budget={self.count}: keep at least one token")
 
-    def limits(self, seen: int, layer: int, shape: LayerShape) -> tuple[int, ...]:
+    def limits(self, seen: int, confidence: float, shape: LayerShape) -> tuple[int, ...]:
         """The number itself."""
         return (self.count,)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The number itself."""
+        return (self.count,)
+
+    def scaled(self, factor: Fraction) -> Tokens:
+        """`factor` times as many."""
+        return Tokens(max(1, int(self.count * factor)))
 
     def __str__(self) -> str:
         return str(self.count)
 
 
 @dataclass(frozen=True, slots=True)
-class HeadTokens:
+class HeadTokens(_Flat):
     """A number of tokens for every head, the same in each layer it is used in (one rule per layer for more)."""
 
-    counts: tuple[int, ...]
+    heads: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if not self.counts or min(self.counts) < 1:
-            raise SpecError(f"budget={self.counts}: give at least one token for every head")
+        if not self.heads or min(self.heads) < 1:
+            raise SpecError(f"budget={self.heads}: give at least one token for every head")
 
-    def limits(self, seen: int, layer: int, shape: LayerShape) -> tuple[int, ...]:
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """One number per head."""
+        return self.heads
+
+    def scaled(self, factor: Fraction) -> HeadTokens:
+        """`factor` times as many for every head."""
+        return HeadTokens(tuple(max(1, int(n * factor)) for n in self.heads))
+
+    def limits(self, seen: int, confidence: float, shape: LayerShape) -> tuple[int, ...]:
         """One number per head; refuses a model with another number of heads."""
-        if len(self.counts) != shape.num_kv_heads:
-            heads = shape.num_kv_heads
-            raise SpecError(f"budget for {len(self.counts)} heads, but layer {layer} has {heads} key-value heads")
-        return self.counts
+        if len(self.heads) != shape.num_kv_heads:
+            given, heads = len(self.heads), shape.num_kv_heads
+            raise SpecError(f"budget for {given} heads, but layer {shape.layer} has {heads} key-value heads")
+        return self.heads
 
     def __str__(self) -> str:
-        return "/".join(map(str, self.counts))
+        return "/".join(map(str, self.heads))
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class Share(_Flat):
     """A share of the tokens a row has seen so far, resolved anew whenever the rule acts."""
 
     fraction: Fraction
@@ -68,16 +124,20 @@ class Share:
         if not 0 < self.fraction <= 1:
             raise SpecError(f"budget={float(self.fraction):%}: give a share above 0% and up to 100%")
 
-    def limits(self, seen: int, layer: int, shape: LayerShape) -> tuple[int, ...]:
+    def limits(self, seen: int, confidence: float, shape: LayerShape) -> tuple[int, ...]:
         """Rounded down, at least one."""
         return (max(1, int(seen * self.fraction)),)
+
+    def scaled(self, factor: Fraction) -> Share:
+        """`factor` times the share, at most all."""
+        return Share(min(Fraction(1), self.fraction * factor))
 
     def __str__(self) -> str:
         return f"{Decimal(str(float(self.fraction * 100))):f}".removesuffix(".0") + "%"
 
 
 @dataclass(frozen=True, slots=True)
-class ByteBudget:
+class ByteBudget(_Flat):
     """Live bytes, columns included: per sequence over all compressed layers, per sequence and layer, or per cache."""
 
     count: int
@@ -87,7 +147,7 @@ class ByteBudget:
         if self.count < 1:
             raise SpecError(f"budget={self.count} bytes: give a positive size")
 
-    def limits(self, seen: int, layer: int, shape: LayerShape) -> tuple[int, ...]:
+    def limits(self, seen: int, confidence: float, shape: LayerShape) -> tuple[int, ...]:
         """As many entries as the bytes hold; refuses a size that does not hold a single one."""
         layers = 1 if self.per == "layer" else shape.num_layers
         rows = shape.batch_size if self.per == "cache" else 1
@@ -96,6 +156,10 @@ class ByteBudget:
             need = shape.entry_bytes * layers * rows
             raise SpecError(f"budget={self} does not hold one token, which takes {need} bytes here: give more")
         return (entries,)
+
+    def scaled(self, factor: Fraction) -> ByteBudget:
+        """`factor` times the bytes."""
+        return ByteBudget(max(1, int(self.count * factor)), self.per)
 
     def __str__(self) -> str:
         size = self.count

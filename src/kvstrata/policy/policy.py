@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvstrata.core import PHASES, Column, LayerShape, Phase, Plan, Signals, SpecError
-from kvstrata.policy.budget import Budget, HeadTokens, Tokens
+from kvstrata.policy.budget import Budget, HeadTokens
 from kvstrata.policy.granularity import Token
 from kvstrata.policy.protect import Protect
 from kvstrata.policy.scorers import Scorer
@@ -33,10 +33,7 @@ class Rule:
     def __post_init__(self) -> None:
         if isinstance(self.budget, HeadTokens) and not self.granularity.per_head:
             raise SpecError("a budget per head needs heads=each or heads=pooled, since shared heads keep one set")
-        counts: tuple[int, ...] = ()
-        if isinstance(self.budget, Tokens | HeadTokens):
-            counts = (self.budget.count,) if isinstance(self.budget, Tokens) else self.budget.counts
-        for cap in counts:
+        for cap in self.budget.counts:
             sinks, recent = self.protect.resolve(cap)
             if sinks + recent > cap:
                 raise SpecError(
@@ -44,15 +41,26 @@ class Rule:
                     "raise the budget or protect fewer"
                 )
 
-    def limits(self, seen: list[int], layer: int, shape: LayerShape) -> list[tuple[int, ...]]:
-        """Entries each row may keep: one number per row, or one per head."""
-        return [self.budget.limits(tokens, layer, shape) for tokens in seen]
+    @property
+    def needs(self) -> frozenset[str]:
+        """Every optional signal read: "mass", "keys", "logits", "processed-logits"."""
+        return self.scorer.needs | self.budget.needs | ({"mass"} if self.scorer.mass else frozenset())
+
+    @property
+    def at_step_end(self) -> bool:
+        """Whether it can act only when the step's logits are there."""
+        return bool(self.budget.needs)
+
+    def limits(self, seen: list[int], confidence: list[float] | None, shape: LayerShape) -> list[tuple[int, ...]]:
+        """Entries each row may keep: one number per row, or one per head. Confidence counts as 0 where unknown."""
+        sure = confidence or [0.0] * len(seen)
+        return [self.budget.limits(tokens, c, shape) for tokens, c in zip(seen, sure, strict=True)]
 
     def plan(self, signals: Signals, limits: list[tuple[int, ...]]) -> Plan:
         """Score, select and assign tiers. Pure; `signals.protected` must come from `protected`."""
         z = self.scorer.score(signals)
         heads = signals.position.shape[1]
-        if z.shape[1] > heads:
+        if z.shape[1] > heads or (heads > 1 and self._heads_agree(signals.position)):
             z = z.mean(dim=1, keepdim=True)
         shape = signals.position.shape
         protected, valid = signals.protected.expand(shape), signals.valid.expand(shape)
@@ -66,6 +74,10 @@ class Rule:
             cap = torch.where(stored > full, target, cap)
         keep = select(z.expand(shape), signals.position, cap, protected, valid, pooled)
         return Plan(self.tiers.assign(keep), (z.isnan() & signals.valid).sum())
+
+    def _heads_agree(self, position: Tensor) -> bool:
+        """Whether heads that may differ hold the same tokens, of which a shared rule then makes one choice."""
+        return not self.granularity.per_head and bool((position == position[:, :1]).all())
 
     def overruns(self, limits: list[tuple[int, ...]]) -> int:
         """How many rows and heads have more protected tokens than they may keep."""
@@ -146,11 +158,14 @@ class Policy:
     def needs(self) -> frozenset[str]:
         """Every optional signal that some scorer of the policy reads."""
         rules = [rule for entry in self.table for rule in (entry.prefill, entry.decode) if rule]
-        return frozenset().union(*(rule.scorer.needs for rule in rules))
+        return frozenset().union(*(rule.needs for rule in rules))
 
     def with_budget(self, budget: Budget) -> Policy:
-        """The same policy under another budget, in every layer and phase that has a rule."""
-        return self._map(lambda rule: replace(rule, budget=budget))
+        """The same policy with `budget` on average, in every layer and phase that has a rule.
+
+        A budget that depends on confidence or depth keeps its form and takes `budget` as its mean.
+        """
+        return self._map(lambda rule: replace(rule, budget=rule.budget.around(budget)))
 
     def with_protect(self, sinks: int | None = None, recent: int | None = None) -> Policy:
         """The same policy with explicit protected tokens in place of the preset's; None leaves a part as it is."""

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from fractions import Fraction
+from typing import Literal
 
-from kvstrata.policy.budget import Budget, Share
+from kvstrata.core import SpecError
+from kvstrata.policy.allocation import ByConfidence, Falling, Pyramid
+from kvstrata.policy.budget import Budget, Share, Tokens
 from kvstrata.policy.granularity import Token
 from kvstrata.policy.policy import Policy, Rule
 from kvstrata.policy.protect import FOUR_SINKS, Protect, half
-from kvstrata.policy.scorers.attention import AccumulatedMass, WindowMass
+from kvstrata.policy.scorers.attention import AccumulatedMass, DecayedMass, Persistence, WindowMass
+from kvstrata.policy.scorers.combine import Mix, Part
 from kvstrata.policy.scorers.keys import KeyDiff, KeyNorm
 from kvstrata.policy.scorers.recency import Random, Recency
 from kvstrata.registry import Registry
@@ -22,6 +26,8 @@ PRESETS: Registry[Callable[..., Policy]] = Registry("policy")
 
 SHARED, EACH = Token("shared"), Token("each")
 QUARTER = Share(Fraction(1, 4))
+TIGHT, LOOSE = Tokens(128), Tokens(256)
+NEWEST_32 = Protect(recent=half(32))
 
 
 def _both(name: str, rule: Rule, room: int, sinks: int | None, recent: int | None) -> Policy:
@@ -95,3 +101,87 @@ def snapkv(
     """
     rule = Rule(WindowMass(window, pool), budget, EACH, protect=Protect(recent=half(window)))
     return Policy.everywhere("snapkv", rule, None).with_protect(sinks, recent)
+
+
+@PRESETS.add("pyramidkv")
+def pyramidkv(
+    budget: Budget = QUARTER,
+    window: int = 8,
+    pool: int = 7,
+    beta: int = 20,
+    sinks: int | None = None,
+    recent: int | None = None,
+) -> Policy:
+    """SnapKV's choice with budgets that fall over depth, `budget` on average (PyramidKV, arXiv:2406.02069, section 4).
+
+    Window, max-pooling kernel and beta as in the published LongBench runs.
+    """
+    scorer = WindowMass(window, pool, "max")
+    rule = Rule(scorer, Pyramid(budget, beta, window), EACH, protect=Protect(recent=half(window)))
+    return Policy.everywhere("pyramidkv", rule, None).with_protect(sinks, recent)
+
+
+@PRESETS.add("scissorhands")
+def scissorhands(
+    budget: Budget = QUARTER,
+    history: int = 400,
+    sinks: int | None = None,
+    recent: int | None = None,
+    room: int = 1,
+) -> Policy:
+    """Keep what often got more than an even share of attention (Scissorhands, arXiv:2305.17118, Algorithm 2).
+
+    History of 400 queries as in the paper; half of the budget is recent tokens.
+    """
+    rule = Rule(Persistence(history), budget, EACH, protect=Protect(recent=half()))
+    return _both("scissorhands", rule, room, sinks, recent)
+
+
+@PRESETS.add("confkv")
+def confkv(
+    high: Budget = TIGHT,
+    low: Budget = LOOSE,
+    budget: Budget | None = None,
+    tau: float = 0.7,
+    alpha: float = 0.65,
+    decay: float = 0.9,
+    sinks: int | None = None,
+    recent: int | None = None,
+    room: int = 1,
+    signal_logits: Literal["raw", "processed"] = "raw",
+) -> Policy:
+    """Keep fewer tokens while the model is sure of its next one (CONF-KV, arXiv:2605.24786), all exact so far.
+
+    Constants of the WikiText runs: 128 and 256 tokens, the newest 32 protected. `budget` asks for a mean instead.
+    """
+    levels = ByConfidence(high, low, tau, signal_logits)
+    levels = levels if budget is None else levels.around(budget)
+    return _both("confkv", Rule(_ema_and_recency(alpha, decay), levels, SHARED, protect=NEWEST_32), room, sinks, recent)
+
+
+@PRESETS.add("confkv-l")
+def confkv_l(
+    high: Budget = TIGHT,
+    low: Budget = LOOSE,
+    budget: Budget | None = None,
+    tau: float = 0.7,
+    alpha: float = 0.65,
+    decay: float = 0.9,
+    beta: float = 0.5,
+    at_least: int = 96,
+    sinks: int | None = None,
+    recent: int | None = None,
+    room: int = 1,
+    signal_logits: Literal["raw", "processed"] = "raw",
+) -> Policy:
+    """CONF-KV with budgets that fall over depth: N * beta^(l / L), never under `at_least` (CONF-KV-L)."""
+    levels = Falling(ByConfidence(high, low, tau, signal_logits), beta, at_least)
+    levels = levels if budget is None else levels.around(budget)
+    rule = Rule(_ema_and_recency(alpha, decay), levels, SHARED, protect=NEWEST_32)
+    return _both("confkv-l", rule, room, sinks, recent)
+
+
+def _ema_and_recency(alpha: float, decay: float) -> Mix:
+    if not 0 <= alpha <= 1:
+        raise SpecError(f"alpha={alpha}: give a weight between 0 and 1")
+    return Mix((Part(alpha, DecayedMass(decay)), Part(1 - alpha, Recency())))

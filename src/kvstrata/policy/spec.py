@@ -21,7 +21,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, cast, get_type_hints
+from typing import Any, TypeVar, cast, get_args, get_type_hints
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
@@ -33,6 +33,7 @@ from kvstrata.policy.policy import LayerRange, Policy, Rule
 from kvstrata.policy.presets import PRESETS
 from kvstrata.policy.protect import Protect
 from kvstrata.policy.scorers import SCORERS, Scorer
+from kvstrata.policy.scorers.combine import Part
 from kvstrata.policy.trigger import OnOverflow
 from kvstrata.registry import unknown
 
@@ -67,8 +68,10 @@ def parse_policy(spec: Policy | str | Path) -> Policy:
 
 
 def names_budget(spec: str) -> bool:
-    """Whether a policy's text sets its own budget."""
-    return "budget" in _options(spec.partition(":")[2])
+    """Whether a policy's text sets its own budget, in any of its options."""
+    name, _, options = spec.partition(":")
+    hints = get_type_hints(PRESETS[name.strip()])
+    return any(_is_budget(hints.get(key)) for key in _options(options))
 
 
 def split_specs(text: str) -> list[str]:
@@ -88,6 +91,8 @@ def read_policy(path: Path) -> Policy:
         data = yaml.load(path.read_text(), _StrictLoader)
     except FileNotFoundError as error:
         raise SpecError(f"no policy file at {path}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"cannot read the policy file {path}: {error}") from error
     except yaml.YAMLError as error:
         raise SpecError(f"{path} is not valid YAML: {error}") from error
     table = _table(data, str(path))
@@ -160,14 +165,29 @@ def _build(what: str, make: Callable[..., T], options: Table) -> T:
     _only(options, tuple(inspect.signature(make).parameters), what)
     values: dict[str, object] = {}
     for key, value in options.items():
-        if hints[key] is Budget:
+        if _is_budget(hints[key]):
             values[key] = parse_budget(value)
+            continue
+        if hints[key] == tuple[Part, ...]:
+            values[key] = tuple(_part(item, what) for item in _list(value, f"{what}, {key}"))
             continue
         try:
             values[key] = TypeAdapter[object](hints[key]).validate_python(value)
         except ValidationError as error:
             raise SpecError(f"{what}: {key}={value!r}: {error.errors()[0]['msg']}") from error
     return make(**values)
+
+
+def _is_budget(hint: object) -> bool:
+    return Budget in (hint, *get_args(hint))
+
+
+def _part(value: object, where: str) -> Part:
+    table = _table(value, where)
+    _only(table, ("weight", "scorer"), where)
+    if len(table) != 2:
+        raise SpecError(f"{where}: every part needs a weight and a scorer")
+    return Part(float(table["weight"]), _scorer(table["scorer"], where))
 
 
 def _options(text: str) -> dict[str, str]:
@@ -186,6 +206,12 @@ def _only(table: Table, known: tuple[str, ...], where: str) -> None:
     for key in table:
         if key not in known:
             raise unknown(f"key of {where}", key, known)
+
+
+def _list(value: object, where: str) -> list[object]:
+    if not isinstance(value, list):
+        raise SpecError(f"{where} must be a list, not {value!r}")
+    return cast("list[object]", value)
 
 
 def _table(value: object, where: str) -> Table:

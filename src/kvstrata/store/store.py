@@ -82,12 +82,19 @@ class LayerStore:
     @property
     def token_bytes(self) -> int:
         """Bytes of one token's key and value over all heads of the layer, as an uncompressed cache stores them."""
-        return 0 if self.is_empty else 2 * self.num_kv_heads * self._k.shape[1] * self.payload_itemsize
+        width = self._k.shape[-1] + self._v.shape[-1]
+        return 0 if self.is_empty else self.num_kv_heads * width * self.payload_itemsize
 
     @property
     def entry_bytes(self) -> int:
         """Bytes of one entry over all heads of the layer, columns included."""
         return self.token_bytes + sum(column.nbytes for column in self.columns) * self.segment_heads
+
+    def entry_bytes_of(self, k: Tensor, v: Tensor) -> int:
+        """What `entry_bytes` will be once k and v [B, H, Q, D] are stored."""
+        heads, segments = k.shape[1], k.shape[1] if self.per_head else 1
+        width = k.shape[-1] + v.shape[-1]
+        return heads * width * k.element_size() + sum(column.nbytes for column in self.columns) * segments
 
     def _settle_account(self, transient: int = 0) -> None:
         per_slot = 0 if self.is_empty else self.entry_bytes // self.segment_heads
@@ -103,16 +110,15 @@ class LayerStore:
         """
         segs, rows, heads = self.segments, self.batch_size, self.num_kv_heads
         if segs.uniform and not split_rows:
-            shape = (rows, heads, segs.capacities[0], -1)
-            n = segs.lengths[0]
-            yield Block(slice(rows), slice(heads), self._k.view(shape)[:, :, :n], self._v.view(shape)[:, :, :n])
+            shape, n = (rows, heads, segs.capacities[0]), segs.lengths[0]
+            k, v = (t.view(*shape, t.shape[-1])[:, :, :n] for t in (self._k, self._v))
+            yield Block(slice(rows), slice(heads), k, v)
             return
         width = self._width
         for index, (start, cap, n) in enumerate(zip(segs.starts, segs.capacities, segs.lengths, strict=True)):
             row, head = divmod(index, self.segment_heads)
             here = slice(start * width, (start + cap) * width)
-            shape = (1, width, cap, -1)
-            k, v = self._k[here].view(shape)[:, :, :n], self._v[here].view(shape)[:, :, :n]
+            k, v = (t[here].view(1, width, cap, t.shape[-1])[:, :, :n] for t in (self._k, self._v))
             yield Block(slice(row, row + 1), slice(head, head + width), k, v)
 
     def keys(self) -> Tensor:
@@ -177,7 +183,8 @@ class LayerStore:
         """
         if self.is_empty:
             self.batch_size, self.num_kv_heads = k.shape[:2]
-            self._lay_out(Segments.fit([0] * (self.batch_size * self.segment_heads)), k)
+            self._lay_out(Segments.fit([n for n in tokens for _ in range(self.segment_heads)]), k, v)
+            self.segments.resize([0] * len(self.segments.lengths))
         old = self.segments
         new = tokens if self.segment_heads == 1 else [n for n in tokens for _ in range(self.segment_heads)]
         grown = [n + more for n, more in zip(old.lengths, new, strict=True)]
@@ -244,18 +251,19 @@ class LayerStore:
 
     # -- layout -------------------------------------------------------------------------------------------------
 
-    def _lay_out(self, segments: Segments, like: Tensor) -> None:
+    def _lay_out(self, segments: Segments, k: Tensor, v: Tensor) -> None:
+        """Allocate for `segments`; k and v give head_dim, dtype and device."""
         width, slots = self._width, segments.slots
         self.segments = segments
-        self._k = like.new_empty(slots * width, like.shape[-1])
-        self._v = like.new_empty(slots * width, like.shape[-1])
-        self._columns = {c.name: torch.zeros(slots, dtype=c.dtype, device=like.device) for c in self.columns}
+        self._k = k.new_empty(slots * width, k.shape[-1])
+        self._v = v.new_empty(slots * width, v.shape[-1])
+        self._columns = {c.name: torch.zeros(slots, dtype=c.dtype, device=k.device) for c in self.columns}
         self._reserved = _nbytes(*self._buffers())
 
     def _move(self, lengths: list[int], target: Segments) -> None:
         """Copy the first lengths[i] entries of every segment into buffers laid out as `target`."""
         old_k, old_v, old_columns, source = self._k, self._v, self._columns, self.segments
-        self._lay_out(target, old_k)
+        self._lay_out(target, old_k, old_v)
         width = self._width
         for i, n in enumerate(lengths):
             for head in range(width):
@@ -296,7 +304,7 @@ class LayerStore:
     def _close_up(self, keep: Tensor, kept: list[int]) -> None:
         """Copy the kept entries into smaller buffers, in the order they had."""
         source, old, width = self.segments, self._buffers(), self._width
-        self._lay_out(Segments.fit(kept, STEADY), self._k)
+        self._lay_out(Segments.fit(kept, STEADY), self._k, self._v)
         segment, at = keep.nonzero(as_tuple=True)
         place = (keep.cumsum(dim=-1) - 1)[segment, at]
         self._copy(source.rows(width, segment, at), self.segments.rows(width, segment, place), old)
@@ -304,7 +312,9 @@ class LayerStore:
     def _copy(self, at: tuple[Tensor, Tensor], to: tuple[Tensor, Tensor], old: Sequence[Tensor]) -> None:
         """Copy rows `at` of `old` to rows `to` of the present buffers; each names rows of payload and of columns."""
         away = [before for before, now in zip(old, self._buffers(), strict=True) if before is not now]
-        self._settle_account(_nbytes(*away) + at[0].numel() * old[0][0].nbytes)  # and the largest gathered copy
+        self._settle_account(
+            _nbytes(*away) + at[0].numel() * max(t[0].nbytes for t in old[:2])
+        )  # and the largest gathered copy
         for index, (before, now) in enumerate(zip(old, self._buffers(), strict=True)):
             column = index > 1  # keys and values come first
             now.index_copy_(0, to[column], before.index_select(0, at[column]))

@@ -1,7 +1,8 @@
 """Attention through torch's own sdpa with the very arguments that transformers passes to it.
 
 For proving that a full budget changes nothing, bit for bit. A chunk after stored entries builds its whole mask here
-(chunk x keys), as transformers does; mass is computed beside it.
+(chunk x keys), as transformers does; mass is computed beside it. Where sdpa cannot compute a model's attention
+(soft-capping, sinks) the reference does.
 """
 
 from __future__ import annotations
@@ -10,22 +11,26 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvstrata.kernels.mass import column_lse, column_mass
+from kvstrata.kernels.attention import ref
+from kvstrata.kernels.attention.ref import Logits
+from kvstrata.kernels.mass import Reduction, column_lse, column_mass
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, mass_rows: int
+    q: Tensor, k: Tensor, v: Tensor, *, logits: Logits, reduction: Reduction | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return (out, lse, mass) as `kernels.attention` words it."""
-    queries, past, group = q.shape[2], k.shape[2] - q.shape[2], q.shape[1] // k.shape[1]
+    if logits.softcap is not None or logits.sinks is not None:
+        return ref.attend(q, k, v, logits=logits, reduction=reduction)
+    queries, past, group, scale = q.shape[2], k.shape[2] - q.shape[2], q.shape[1] // k.shape[1], logits.scale
     if past == 0 or queries == 1:
         out = scaled_dot_product_attention(q, k, v, is_causal=queries > 1, scale=scale, enable_gqa=group > 1)
     else:
         mask = torch.ones(queries, past + queries, dtype=torch.bool, device=q.device).tril_(past)
         repeated = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         out = scaled_dot_product_attention(q, *repeated, attn_mask=mask[None, None], scale=scale)
-    if not mass_rows:
+    if reduction is None:
         return out, None, None
-    tail = q[:, :, -mass_rows:]
+    tail = q[:, :, -reduction.last(queries) :]
     lse = column_lse(tail, k, scale=scale)
-    return out, lse, column_mass(tail, k, lse, scale=scale)
+    return out, lse, column_mass(tail, k, lse, scale=scale, reduction=reduction)

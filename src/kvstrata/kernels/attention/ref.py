@@ -5,61 +5,98 @@ A block bounds memory: nothing larger than BLOCK_ELEMENTS scores exists at a tim
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from kvstrata.kernels.mass import column_mass, query_blocks
+from kvstrata.kernels.mass import Reduction, column_mass, query_blocks
+from kvstrata.kernels.mass.ref import block_scores
 
 FOLD_FROM = 8  # rows x heads from which folding pays in fp32 too: with fewer, one task per query head balances better
 
 _flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Logits:
+    """How a model turns q . k into the logits of its softmax.
+
+    scale multiplies. softcap c then gives c * tanh(x / c) (Gemma 2). sinks [H*G] are one more logit per query head
+    that takes probability and gives no value (gpt-oss).
+    """
+
+    scale: float
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, mass_rows: int
+    q: Tensor, k: Tensor, v: Tensor, *, logits: Logits, reduction: Reduction | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return (out, lse, mass) as `kernels.attention` words it."""
+    flash = q.device.type == "cpu" and logits.softcap is None and k.shape[-1] == v.shape[-1]
     if q.shape[2] == 1:
-        return _decode(q, k, v, scale=scale, mass=mass_rows > 0)
-    out, lse = _causal(q, k, v, scale=scale)
-    if not mass_rows:
+        return _decode(q, k, v, logits, reduction, flash)
+    out, lse = _causal(q, k, v, logits, flash)
+    if logits.sinks is not None:
+        out, lse = _with_sinks(out, lse, logits.sinks)
+    if reduction is None:
         return out, None, None
-    lse = lse[:, :, -mass_rows:]
-    return out, lse, column_mass(q[:, :, -mass_rows:], k, lse, scale=scale)
+    rows = reduction.last(q.shape[2])
+    lse = lse[:, :, -rows:]
+    mass = column_mass(q[:, :, -rows:], k, lse, scale=logits.scale, reduction=reduction, softcap=logits.softcap)
+    return out, lse, mass
+
+
+def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Let the sinks [H*G] take their probability from out [B, H*G, Q, Dv] and lse [B, H*G, Q]."""
+    whole = torch.logaddexp(lse, sinks.float()[:, None])
+    return (out * (lse - whole).exp_()[..., None]).to(out.dtype), whole
 
 
 def _decode(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, mass: bool
+    q: Tensor, k: Tensor, v: Tensor, logits: Logits, reduction: Reduction | None, flash: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     heads = k.shape[1]
     folded = q.view(q.shape[0], heads, -1, q.shape[-1])  # [B, H, G, D]: one pass over the keys serves the group
-    if not mass and q.device.type == "cpu":
-        if q.dtype == torch.float32 and k.shape[0] * heads < FOLD_FROM:
-            return _flash_cpu(q, k, v, 0.0, False, scale=scale)[0], None, None
-        return _flash_cpu(folded, k, v, 0.0, False, scale=scale)[0].reshape(q.shape), None, None
-    scores = torch.matmul(folded.float() * scale, k.float().transpose(-1, -2))  # [B, H, G, N]
+    if reduction is None and flash:
+        apart = q.dtype == torch.float32 and k.shape[0] * heads < FOLD_FROM
+        out, lse = _flash_cpu(q if apart else folded, k, v, 0.0, False, scale=logits.scale)
+        out = out.reshape(q.shape)
+        if logits.sinks is not None:
+            out = _with_sinks(out, lse.reshape(q.shape[:3]), logits.sinks)[0]
+        return out, None, None
+    scores = torch.matmul(folded.float() * logits.scale, k.float().transpose(-1, -2))  # [B, H, G, N]
+    if logits.softcap is not None:
+        scores = scores.div_(logits.softcap).tanh_().mul_(logits.softcap)
     lse = scores.logsumexp(dim=-1, keepdim=True)
+    if logits.sinks is not None:
+        lse = torch.logaddexp(lse, logits.sinks.float().view(heads, -1, 1))
     p = scores.sub_(lse).exp_()
-    out = torch.matmul(p, v.float()).to(q.dtype).view(q.shape)
-    return out, lse.view(q.shape[:3]), p.mean(dim=2)
+    out = torch.matmul(p, v.float()).to(q.dtype).reshape(*q.shape[:3], v.shape[-1])
+    if reduction is None:
+        return out, None, None
+    mass = p.mean(dim=2)
+    return out, lse.reshape(q.shape[:3]), (mass * k.shape[2] > 1.0).float() if reduction.counts else mass
 
 
-def _causal(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
+def _causal(q: Tensor, k: Tensor, v: Tensor, logits: Logits, flash: bool) -> tuple[Tensor, Tensor]:
     queries, past = q.shape[2], k.shape[2] - q.shape[2]
-    on_cpu = q.device.type == "cpu"
-    if past == 0 and on_cpu:
-        out, lse = _flash_cpu(q, k, v, 0.0, True, scale=scale)
+    if past == 0 and flash:
+        out, lse = _flash_cpu(q, k, v, 0.0, True, scale=logits.scale)
         return out, lse
-    out, lse = torch.empty_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    width = k.shape[2] if on_cpu else q.shape[0] * q.shape[1] * k.shape[2]  # flash holds the mask only, no scores
+    out = q.new_empty(*q.shape[:3], v.shape[-1])
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    width = k.shape[2] if flash else q.shape[0] * q.shape[1] * k.shape[2]  # flash holds the mask only, no scores
     for start, stop in query_blocks(queries, width):
         seen = past + stop
-        mask = _mask(start, stop, past, q.device)
         block = (q[:, :, start:stop], k[:, :, :seen], v[:, :, :seen])
-        if on_cpu:
-            part, part_lse = _flash_cpu(*block, 0.0, False, attn_mask=mask, scale=scale)
+        if flash:
+            mask = _mask(start, stop, past, q.device)
+            part, part_lse = _flash_cpu(*block, 0.0, False, attn_mask=mask, scale=logits.scale)
         else:
-            part, part_lse = _plain(*block, mask, scale=scale)
+            part, part_lse = _plain(*block, past + start, logits)
         out[:, :, start:stop], lse[:, :, start:stop] = part, part_lse
     return out, lse
 
@@ -71,11 +108,9 @@ def _mask(start: int, stop: int, past: int, device: torch.device) -> Tensor:
     return torch.zeros(hidden.shape, device=device).masked_fill_(hidden, float("-inf"))
 
 
-def _plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
-    """Softmax attention of one block in fp32, for devices without an operator that also returns the lse."""
-    batch, heads, dim = k.shape[0], k.shape[1], q.shape[-1]
-    grouped = q.view(batch, heads, -1, q.shape[2], dim).float() * scale  # [B, H, G, Q, D]
-    scores = torch.matmul(grouped, k.float()[:, :, None].transpose(-1, -2)) + mask
+def _plain(q: Tensor, k: Tensor, v: Tensor, first: int, logits: Logits) -> tuple[Tensor, Tensor]:
+    """Softmax attention of one block in fp32, where no operator does it and also returns the lse."""
+    scores = block_scores(q, k, first, logits.scale, logits.softcap)  # [B, H, G, Q, N]
     lse = scores.logsumexp(dim=-1)
     out = torch.matmul((scores - lse[..., None]).exp(), v.float()[:, :, None])
-    return out.reshape(q.shape).to(q.dtype), lse.reshape(q.shape[:3])
+    return out.reshape(*q.shape[:3], -1).to(q.dtype), lse.reshape(q.shape[:3])

@@ -3,11 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 BLOCK_ELEMENTS = 1 << 20  # scores held at once, 4 MiB in fp32: half the time of 2^22, a third under 2^17 (two cores)
+ALL_ROWS = -1  # every query of a forward
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """How the attention of a forward's queries becomes one number per key.
+
+    rows: only the newest `rows` queries count. decay: the newest query weighs 1, the one before it `decay`, and so on.
+    counts: instead of probabilities, sum how often a key got more than an even share 1/n of the n keys its query saw.
+    The query heads of a group are averaged, before comparing where `counts`.
+    """
+
+    rows: int
+    decay: float = 1.0
+    counts: bool = False
+
+    def last(self, queries: int) -> int:
+        """How many of `queries` queries count."""
+        return queries if self.rows == ALL_ROWS else min(self.rows, queries)
+
+    def __call__(self, p: Tensor, keys_seen: Tensor, age: Tensor) -> Tensor:
+        """p [B, H, G, R, N], keys_seen and age (0 is the newest query) [R] -> [B, H, N]."""
+        if not self.counts and self.decay == 1.0:
+            return p.sum(dim=(2, 3)).div_(p.shape[2])
+        mean = p.mean(dim=2)
+        if self.counts:
+            mean = (mean * keys_seen[:, None] > 1.0).float()
+        return mean.mul_(self.decay ** age.float()[:, None]).sum(dim=2)
+
+
+SUM = Reduction(ALL_ROWS)
 
 
 def query_blocks(queries: int, width: int) -> Iterator[tuple[int, int]]:
@@ -17,40 +49,44 @@ def query_blocks(queries: int, width: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + size, queries)
 
 
-def _block_scores(q: Tensor, k: Tensor, first: int, scale: float) -> Tensor:
+def block_scores(q: Tensor, k: Tensor, first: int, scale: float, softcap: float | None = None) -> Tensor:
     """Causal scores [B, H, G, q, n] of queries whose own keys are first .. first+q-1; k holds the n = first+q seen."""
     batch, heads, dim = k.shape[0], k.shape[1], q.shape[-1]
     grouped = q.reshape(batch, heads, -1, dim).float() * scale  # G and q folded: one matmul per key-value head
     scores = torch.matmul(grouped, k.float().transpose(-1, -2)).view(batch, heads, -1, q.shape[2], k.shape[2])
+    if softcap is not None:
+        scores = scores.div_(softcap).tanh_().mul_(softcap)
     hidden = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu_(1)
     scores[..., first:].masked_fill_(hidden, float("-inf"))  # only among the queries' own keys is anything hidden
     return scores
 
 
-def column_mass(q: Tensor, k: Tensor, lse: Tensor, *, scale: float) -> Tensor:
-    """Sum over queries, and average over the group, of the probability each key received.
+def column_mass(
+    q: Tensor, k: Tensor, lse: Tensor, *, scale: float, reduction: Reduction = SUM, softcap: float | None = None
+) -> Tensor:
+    """Reduce the attention of the queries to one number per key.
 
     q [B, H*G, R, D] are the last R queries of the N keys k [B, H, N, D]; lse [B, H*G, R] fp32. -> [B, H, N] fp32.
     """
     batch, heads, keys = k.shape[:3]
     group, rows = q.shape[1] // heads, q.shape[2]
     mass = torch.zeros(batch, heads, keys, dtype=torch.float32, device=q.device)
+    seen = torch.arange(keys - rows + 1, keys + 1, device=q.device)
     k = k.float()
     for start, stop in query_blocks(rows, q.shape[0] * q.shape[1] * keys):
-        first = keys - rows + start
-        seen = keys - rows + stop
-        scores = _block_scores(q[:, :, start:stop], k[:, :, :seen], first, scale)
+        first, end = keys - rows + start, keys - rows + stop
+        scores = block_scores(q[:, :, start:stop], k[:, :, :end], first, scale, softcap)
         scores -= lse.reshape(batch, heads, group, rows)[..., start:stop, None]
-        mass[:, :, :seen] += scores.exp_().sum(dim=(2, 3))
-    return mass.div_(group)
+        mass[:, :, :end] += reduction(scores.exp_(), seen[start:stop], keys - seen[start:stop])
+    return mass
 
 
-def column_lse(q: Tensor, k: Tensor, *, scale: float) -> Tensor:
+def column_lse(q: Tensor, k: Tensor, *, scale: float, softcap: float | None = None) -> Tensor:
     """Log-sum-exp [B, H*G, R] fp32 of the last R queries over the keys they see; shapes as `column_mass`."""
     keys, rows = k.shape[2], q.shape[2]
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     for start, stop in query_blocks(rows, q.shape[0] * q.shape[1] * keys):
         first = keys - rows + start
-        scores = _block_scores(q[:, :, start:stop], k[:, :, : keys - rows + stop], first, scale)
+        scores = block_scores(q[:, :, start:stop], k[:, :, : keys - rows + stop], first, scale, softcap)
         lse[:, :, start:stop] = scores.logsumexp(dim=-1).flatten(1, 2)
     return lse

@@ -8,15 +8,17 @@ from typing import Protocol
 from torch import Tensor
 
 from kvstrata.core import Column, Signals
+from kvstrata.kernels.mass import Reduction
 from kvstrata.registry import Registry
 
 
 class Scorer(Protocol):
     """Ranks the entries of one layer.
 
-    needs: which optional fields of `Signals` it reads, of "mass" and "keys".
-    mass_rows: over how many of the newest queries mass is summed; `kernels.attention.ALL_ROWS` for all of them.
+    needs: which optional fields of `Signals` it reads besides mass: "keys".
+    mass: how the attention of a forward becomes `Signals.mass`; None where it reads none.
     columns: state it keeps per entry; `observe` returns the new values after each forward, also when no plan is due.
+    A scorer with columns reads mass in `observe` only, one without in `score`.
     """
 
     @property
@@ -25,8 +27,8 @@ class Scorer(Protocol):
         ...
 
     @property
-    def mass_rows(self) -> int:
-        """Queries whose mass is summed."""
+    def mass(self) -> Reduction | None:
+        """How attention is summed."""
         ...
 
     @property
@@ -54,9 +56,9 @@ class Stateless:
         return frozenset()
 
     @property
-    def mass_rows(self) -> int:
-        """Queries whose mass is summed: none."""
-        return 0
+    def mass(self) -> Reduction | None:
+        """How attention is summed: not at all."""
+        return None
 
     @property
     def columns(self) -> tuple[Column, ...]:
@@ -70,6 +72,6 @@ class Stateless:
 
 SCORERS: Registry[type] = Registry("scorer")
 
-from kvstrata.policy.scorers import attention, keys, recency  # noqa: E402  (they register themselves above)
+from kvstrata.policy.scorers import attention, combine, keys, recency  # noqa: E402  (they register themselves above)
 
-__all__ = ["SCORERS", "Scorer", "Stateless", "attention", "keys", "recency"]
+__all__ = ["SCORERS", "Scorer", "Stateless", "attention", "combine", "keys", "recency"]

@@ -1,0 +1,102 @@
+"""All compressed layers of one model under one policy, and what they share."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from kvstrata.cache.layer import Layer, Mode
+from kvstrata.core import InputError
+from kvstrata.kernels.attention import KernelName
+from kvstrata.policy.confidence import confidence
+from kvstrata.policy.policy import Policy
+from kvstrata.store import Account
+
+MOST_DRAFTS = 64  # newest positions whose confidence is kept while drafts wait for their verdict
+
+
+class PolicyCache:
+    """Layers by their number in the model. Everything a cache knows is in here; there is no state elsewhere."""
+
+    def __init__(self, policy: Policy, layers: Sequence[int], kernels: KernelName = "reference") -> None:
+        self.policy = policy
+        self.account = Account()
+        self.mode = Mode()
+        self.nan_logits = 0  # rows of logits with a NaN, which counted as unsure
+        self.layers = {
+            layer: Layer(layer, depth, len(layers), policy, self.account, kernels, self.mode)
+            for depth, layer in enumerate(layers)
+        }
+        rules = [rule for layer in self.layers.values() for rule in layer.rules.values() if rule]
+        self.needs = frozenset[str]().union(*(rule.needs for rule in rules))
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes that the same tokens take in an uncompressed cache of the same dtype."""
+        return sum(layer.store.token_bytes * sum(layer.fed.real) for layer in self.layers.values())
+
+    def end_step(self, logits: Tensor, join: bool = False) -> None:
+        """Take the step's logits [B, K, V], those of its K newest columns, and settle what waited for them.
+
+        With `join` they follow the ones given before for the same step. Drafts and unfinished prompts wait on.
+        """
+        first = next(iter(self.layers.values()))
+        kept = logits[:, -MOST_DRAFTS if self.mode.drafting else -1 :]
+        sure = confidence(kept)
+        self.nan_logits += int(sure.isnan().sum())
+        rows: list[list[float]] = sure.nan_to_num(nan=0.0).tolist()
+        if join and self.mode.confidence is not None and self.mode.fed == first.columns_fed:
+            rows = [before + now for before, now in zip(self.mode.confidence, rows, strict=True)]
+        self.mode.fed, self.mode.confidence = first.columns_fed, rows
+        if not self.mode.drafting and not self.mode.prefilling:
+            self.settle()
+
+    def settle(self) -> None:
+        """Let every layer act on the forward that waits."""
+        for layer in self.layers.values():
+            layer.settle()
+
+    @contextmanager
+    def prefilling(self) -> Generator[None]:
+        """Feed one prompt in parts: what is dropped is decided once, after the last part (one-shot quality, full peak).
+
+        Also after an exception the parts that were fed are settled.
+        """
+        if self.mode.prefilling:
+            raise InputError("a prompt is being fed already: end that prefilling() block first")
+        self.settle()
+        self.mode.prefilling = True
+        try:
+            yield
+        finally:
+            self.mode.prefilling = False
+            self.settle()
+
+    def activate_past_recording(self) -> None:
+        """Take the entries of every later forward for drafts until `crop`, or until the next forward accepts them."""
+        self.mode.drafting = True
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Make row i a copy of what is row `rows[i]` now."""
+        for layer in self.layers.values():
+            layer.select_rows(rows)
+        if self.mode.confidence is not None:
+            self.mode.confidence = [self.mode.confidence[row] for row in rows]
+
+    def crop(self, count: int) -> None:
+        """Forget the newest `count` tokens of every row and settle drafts."""
+        for layer in self.layers.values():
+            layer.crop(count)
+        if self.mode.confidence is not None and count > 0:  # what comes next must not find confidence of what went
+            kept = [row[: max(0, len(row) - count)] for row in self.mode.confidence]
+            self.mode.fed -= count
+            self.mode.confidence = kept if kept[0] else None
+
+    def reset(self) -> None:
+        """Free everything and start anew."""
+        for layer in self.layers.values():
+            layer.reset()
+        self.mode.drafting, self.mode.confidence, self.mode.fed = False, None, 0
+        self.nan_logits = 0

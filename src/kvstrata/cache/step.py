@@ -1,0 +1,51 @@
+"""What layers share about the step that runs, and what one layer keeps of a forward that waits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from kvstrata.kernels.attention import Logits
+from kvstrata.policy.policy import Rule
+
+
+@dataclass(slots=True)
+class Mode:
+    """What the layers of one cache share: how forwards are settled now, and how sure the model was."""
+
+    drafting: bool = False  # new entries are tentative until crop
+    prefilling: bool = False  # the prompt's plan waits for its last part
+    fed: int = 0  # columns fed when the logits came
+    confidence: list[list[float]] | None = None  # [B][K] of the K newest columns of those
+
+    def confidence_at(self, fed: int) -> list[float] | None:
+        """Confidence [B] after the column number `fed`, if its logits came."""
+        back = self.fed - fed
+        if self.confidence is None or not 0 <= back < len(self.confidence[0]):
+            return None
+        return [row[-1 - back] for row in self.confidence]
+
+
+@dataclass(slots=True)
+class Events:
+    """What happened in a layer that a user should know of."""
+
+    evicted: int = 0  # entries freed, per head where heads differ
+    overruns: int = 0  # plans whose protected tokens exceeded the budget
+    nan_scores: Tensor | int = 0  # a tensor on the layer's device until the report reads it
+    plans: int = 0
+    no_logits: int = 0  # forwards whose logits were needed and never came
+
+
+@dataclass(slots=True)
+class Pending:
+    """A forward that waits to be settled."""
+
+    rule: Rule
+    columns: int  # fed by it, pads included
+    tokens: list[int]  # real ones of each row
+    mass: Tensor | None = None
+    queries: list[Tensor] = field(default_factory=list[Tensor])  # per row [H*G, R, D], where mass is to be made later
+    logits: Logits | None = None
+    observed: bool = False  # whether the scorer has seen it

@@ -1,0 +1,151 @@
+"""Budgets that differ from step to step, by confidence, or from layer to layer, by depth."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal
+
+from kvstrata.core import LayerShape, SpecError
+from kvstrata.policy.budget import Budget
+from kvstrata.policy.confidence import LEAST, MOST
+
+RATE = Fraction(42, 100)  # share of confident steps that the authors of CONF-KV measured
+
+
+@dataclass(frozen=True, slots=True)
+class ByConfidence:
+    """`high` at a step whose confidence is at least tau, else `low`, which is the larger one (CONF-KV, section 3).
+
+    A layer grows by one entry a step up to `low` and is cut to `high` at the first confident step.
+    """
+
+    high: Budget
+    low: Budget
+    tau: float = 0.7
+    signal: Literal["raw", "processed"] = "raw"
+    rate: Fraction = RATE
+
+    def __post_init__(self) -> None:
+        if not LEAST < self.tau < MOST:
+            raise SpecError(f"tau={self.tau}: confidence runs from {LEAST} (every token alike) to {MOST}, so between")
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Logits."""
+        return frozenset({"logits" if self.signal == "raw" else "processed-logits"})
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Both levels."""
+        return self.high.counts + self.low.counts
+
+    def limits(self, seen: int, confidence: float, shape: LayerShape) -> tuple[int, ...]:
+        """One of the levels."""
+        level = self.high if confidence >= self.tau else self.low
+        return level.limits(seen, confidence, shape)
+
+    def around(self, mean: Budget) -> ByConfidence:
+        """Levels with low = 2 high and rate * high + (1 - rate) * low = mean."""
+        unit = 1 / (2 - self.rate)
+        return ByConfidence(mean.scaled(unit), mean.scaled(2 * unit), self.tau, self.signal, self.rate)
+
+    def scaled(self, factor: Fraction) -> ByConfidence:
+        """Both levels scaled."""
+        return ByConfidence(self.high.scaled(factor), self.low.scaled(factor), self.tau, self.signal, self.rate)
+
+
+@dataclass(frozen=True, slots=True)
+class Falling:
+    """max(at_least, floor(n * beta^(depth / layers))) of what `base` gives the first layer (CONF-KV-L, section 3.4).
+
+    With `mean` the layers share the sum instead: `base` is what they have on average, without a floor.
+    """
+
+    base: Budget
+    beta: float = 0.5
+    at_least: int = 96
+    mean: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 < self.beta <= 1:
+            raise SpecError(f"beta={self.beta}: give a number above 0 and up to 1")
+        if self.at_least < 1:
+            raise SpecError(f"at_least={self.at_least}: keep at least one token")
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What the base needs."""
+        return self.base.needs
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The floor, which is the least any layer gets; none where there is no floor."""
+        return () if self.mean else tuple(max(self.at_least, int(n * self.beta)) for n in self.base.counts)
+
+    def limits(self, seen: int, confidence: float, shape: LayerShape) -> tuple[int, ...]:
+        """Less for deeper layers."""
+        layers = shape.num_layers
+        factor = self.beta ** (shape.depth / layers)
+        if self.mean:
+            factor *= layers / sum(self.beta ** (depth / layers) for depth in range(layers))
+        least = 1 if self.mean else self.at_least
+        return tuple(max(least, int(n * factor)) for n in self.base.limits(seen, confidence, shape))
+
+    def around(self, mean: Budget) -> Falling:
+        """The base around `mean`, which the layers then have on average."""
+        return Falling(self.base.around(mean), self.beta, self.at_least, mean=True)
+
+    def scaled(self, factor: Fraction) -> Falling:
+        """Everything scaled."""
+        return Falling(self.base.scaled(factor), self.beta, max(1, int(self.at_least * factor)), self.mean)
+
+
+@dataclass(frozen=True, slots=True)
+class Pyramid:
+    """What `base` gives is the mean over layers; it falls in a straight line over depth (PyramidKV, section 4.2).
+
+    `own` tokens of it are the same in every layer; of the rest the last layer gets 1/beta of the mean. A row that has
+    fewer tokens than the first layer's share is spread as the published code does: the first layer keeps all of it.
+    """
+
+    base: Budget
+    beta: int = 20
+    own: int = 8
+
+    def __post_init__(self) -> None:
+        if self.beta < 1 or self.own < 0:
+            raise SpecError(f"beta={self.beta}, own={self.own}: give beta of 1 or more and own of 0 or more")
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What the base needs."""
+        return self.base.needs
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """None: a layer's share depends on the model and the prompt."""
+        return ()
+
+    def limits(self, seen: int, confidence: float, shape: LayerShape) -> tuple[int, ...]:
+        """Less for deeper layers."""
+        return tuple(self._share(n, seen, shape) for n in self.base.limits(seen, confidence, shape))
+
+    def _share(self, mean: int, seen: int, shape: LayerShape) -> int:
+        if mean >= seen or shape.num_layers == 1:
+            return mean
+        own = min(self.own, mean // 2)
+        middle = mean - own
+        last = Fraction(middle, self.beta)
+        first = 2 * middle - last
+        if first > seen - own:
+            first, last = Fraction(seen - own), Fraction(2 * middle - (seen - own))
+        return max(1, own + int(first - (first - last) * shape.depth / (shape.num_layers - 1)))
+
+    def around(self, mean: Budget) -> Pyramid:
+        """A pyramid around another mean."""
+        return Pyramid(self.base.around(mean), self.beta, self.own)
+
+    def scaled(self, factor: Fraction) -> Pyramid:
+        """The mean scaled."""
+        return Pyramid(self.base.scaled(factor), self.beta, self.own)
