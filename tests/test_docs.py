@@ -100,6 +100,21 @@ def test_links_between_the_docs_lead_somewhere():
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+def anchor(heading):
+    """The anchor that both GitHub and the site make of a heading."""
+    return re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", heading.lower()).strip())
+
+
+def test_links_into_a_page_find_their_heading():
+    anchors = {
+        name: {anchor(heading) for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE)}
+        for name, text in PAGES.items()
+    }
+    for name, text in PAGES.items():
+        for page, target in re.findall(r"\]\(([\w-]+\.md)?#([\w-]+)\)", text):
+            assert target in anchors[page or name], f"{name} links to {page}#{target}"
+
+
 def test_every_field_of_a_record_is_in_the_formats():
     with kvstrata.compress(tiny(), "h2o:budget=12") as cache:
         feed(tiny(), prompt(20), cache, (18,))

@@ -9,8 +9,13 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, Qwen2Confi
 
 from kvstrata.hf.compat import CACHE_KEYWORD
 
-PRESETS = ("window", "streaming", "random", "keynorm", "keydiff", "h2o", "tova", "snapkv")
+PRESETS = (
+    *("window", "streaming", "random", "keynorm", "keydiff", "h2o", "tova", "snapkv"),
+    *("pyramidkv", "scissorhands", "confkv", "confkv-l"),
+)
 ALL = ("full", *PRESETS)
+GROW = ("snapkv", "pyramidkv")  # compress the prompt only
+TWO_LEVELS = "confkv:high=7,low=14,recent=3,tau=0.31"  # both are reached: the tiny models are as often sure as not
 POOLED = {  # heads of a layer share the budget, so they end with different lengths
     "name": "pooled",
     "layers": {
@@ -84,4 +89,14 @@ def kv(cache):
 
 
 def spec(name: str, budget: str | int) -> str:
-    return name if name == "full" else f"{name}:budget={budget}"
+    """A preset with the same budget in every layer and at every step, so that a test knows how much must be kept."""
+    if ":" in name:
+        return name
+    amount, _, rest = str(budget).partition(",")
+    options = {
+        "full": "",
+        "pyramidkv": f":budget={amount},beta=1",
+        "confkv": f":high={amount},low={amount}",
+        "confkv-l": f":high={amount},low={amount},beta=1,at_least=1",
+    }.get(name, f":budget={amount}")
+    return name + options + (f",{rest}" if rest else "")

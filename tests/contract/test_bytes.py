@@ -7,11 +7,16 @@ import yaml
 import kvstrata
 from kvstrata.store.segments import PAGE
 
-from .runs import POOLED, PRESETS, feed, kv, prompt, spec, tiny
+from .runs import GROW, POOLED, PRESETS, feed, kv, prompt, spec, tiny
 
 LAYERS, HEADS, DIM = 3, 2, 16
 PAYLOAD = 2 * HEADS * DIM * 4  # one token, one layer, fp32
-COLUMNS = {"h2o": 2 * (4 + 4), "keynorm": 2 * 4, "keydiff": 2 * 4, "snapkv": 2 * 4}  # per head; the others share one
+# two heads with columns of their own, or one that they share
+COLUMNS = {
+    **dict.fromkeys(("h2o", "scissorhands"), 2 * (4 + 4)),
+    **dict.fromkeys(("keynorm", "keydiff", "snapkv", "pyramidkv"), 2 * 4),
+    **dict.fromkeys(("confkv", "confkv-l"), 4 + 4),
+}
 
 
 def entry(name):
@@ -34,7 +39,7 @@ def test_a_budget_in_tokens(name):
         assert storage_bytes(cache) == cache.nbytes.reserved == cache.nbytes.held
 
 
-@pytest.mark.parametrize("name", [name for name in PRESETS if name != "snapkv"])
+@pytest.mark.parametrize("name", [name for name in PRESETS if name not in GROW])
 def test_a_share_follows_the_tokens_seen(name):
     with kvstrata.compress(tiny(), spec(name, "25%")) as cache:
         feed(tiny(), prompt(100), cache, (60,))
@@ -57,7 +62,7 @@ def test_a_budget_in_bytes_binds_live_bytes(name, budget, per_layer):
         for _ in range(5):
             live, fits = cache.nbytes.live, int(per_layer // entry(name))
             assert live == LAYERS * 2 * fits * entry(name)
-            if name == "snapkv":
+            if name in GROW:
                 break
             tiny()(prompt(1, 2), **kv(cache))
 

@@ -8,7 +8,7 @@ import kvstrata
 from kvstrata.hf import compat
 from kvstrata.kernels.attention import Logits
 
-from .runs import ALL, feed, kv, prompt, spec, tiny
+from .runs import ALL, GROW, feed, kv, prompt, spec, tiny
 
 BAD_SPECS = {
     "unknown preset": ("h20", "Did you mean 'h2o'"),
@@ -131,7 +131,7 @@ def test_nan_passes_through_and_is_counted(name):
         finally:
             weight.data = kept
         assert logits.isnan().all()
-        assert len(cache.entries(1)) == (31 if name == "full" else 13 if name == "snapkv" else 12)
+        assert len(cache.entries(1)) == (31 if name == "full" else 13 if name in GROW else 12)
         if name in ("keynorm", "keydiff"):
             assert cache.report().layers[1].nan_scores > 0
 

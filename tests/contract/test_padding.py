@@ -5,7 +5,7 @@ import torch
 
 import kvstrata
 
-from .runs import ALL, feed, kv, prompt, spec, tiny
+from .runs import ALL, TWO_LEVELS, feed, kv, prompt, spec, tiny
 
 LENGTHS = (12, 40, 31)
 
@@ -20,7 +20,7 @@ def padded_batch(new: int):
 
 
 @pytest.mark.parametrize("budget", [8, "25%"])
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", [*ALL, TWO_LEVELS])
 def test_a_padded_row_equals_the_row_alone(name, budget):
     model = tiny()
     ids, mask, rows = padded_batch(new=10)

@@ -5,7 +5,7 @@ import torch
 
 import kvstrata
 
-from .runs import ALL, PRESETS, feed, kv, prompt, spec, tiny
+from .runs import ALL, GROW, PRESETS, feed, kv, prompt, spec, tiny
 
 
 class Spy:
@@ -84,8 +84,8 @@ def test_chunked_prefill_never_stores_more_than_budget_and_chunk(name, chunk):
         store.append = watch
         feed(model, ids, cache, [chunk] * (120 // chunk))
         # up to 16 tokens at once are decode steps, where a policy for the prompt alone lets the cache grow
-        grows = name == "snapkv" and chunk <= 16
-        decoded = 120 - chunk if grows else (120 % chunk if name == "snapkv" else 0)
+        grows = name in GROW and chunk <= 16
+        decoded = 120 - chunk if grows else (120 % chunk if name in GROW else 0)
         assert budget < most <= budget + chunk + decoded
         assert store.lengths()[0][0] == (min(budget, chunk) if grows else budget) + decoded
 
@@ -113,10 +113,10 @@ def test_logical_length_is_what_was_fed(name):
         for fed in range(1, 60):
             model(ids[:, fed - 1 : fed], **kv(cache))
             assert cache.get_seq_length() == fed
-            assert len(cache.entries(0)) == (fed if name in ("full", "snapkv") else min(fed, 12))
+            assert len(cache.entries(0)) == (fed if name in ("full", *GROW) else min(fed, 12))
 
 
-@pytest.mark.parametrize("name", [name for name in PRESETS if name != "snapkv"])
+@pytest.mark.parametrize("name", [name for name in PRESETS if name not in GROW])
 def test_a_policy_that_makes_room_stays_within_its_budget(name):
     model, ids = tiny(), prompt(90)
     with kvstrata.compress(model, spec(name, "20,room=6")) as cache:

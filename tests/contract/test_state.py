@@ -149,16 +149,3 @@ def test_models_that_share_a_config_are_restored_together():
     twin(prompt(20), **kv(cache))
     second.__exit__(None, None, None)
     assert model.config._attn_implementation == "sdpa"
-
-
-def test_assisted_decoding_is_refused_where_drafts_would_evict():
-    model = tiny()
-    options = {"max_new_tokens": 8, "do_sample": False, "prompt_lookup_num_tokens": 4}
-    expected = model.generate(prompt(40), max_new_tokens=8, do_sample=False)
-    with kvstrata.compress(model, "full") as cache:
-        assert torch.equal(model.generate(prompt(40), **kv(cache), **options), expected)
-    with (
-        kvstrata.compress(model, "h2o:budget=12") as cache,
-        pytest.raises(kvstrata.UnsupportedModelError, match="assisted decoding"),
-    ):
-        model.generate(prompt(40), **kv(cache), **options)

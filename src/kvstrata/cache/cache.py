@@ -72,7 +72,8 @@ class PolicyCache:
             yield
         finally:
             self.mode.prefilling = False
-            self.settle()
+            for layer in self.layers.values():
+                layer.end_prompt()
 
     def activate_past_recording(self) -> None:
         """Take the entries of every later forward for drafts until `crop`, or until the next forward accepts them."""

@@ -113,7 +113,8 @@ class Layer:
             self.store.sort()
         self.fed.add(queries, tokens)
         out = self._forward(q, tokens, logits, self.rules[phase])
-        self.step += 1
+        if not self._mode.prefilling:
+            self.step += 1
         return out
 
     def _forward(self, q: Tensor, tokens: list[int], logits: Logits, rule: Rule | None) -> Tensor:
@@ -126,14 +127,13 @@ class Layer:
         reads = waits or limits is not None or bool(rule.scorer.columns)
         late = mode.drafting or (mode.prefilling and not rule.scorer.columns)
         out, mass = self._attend(q, tokens, logits, None if late or not reads else rule.scorer.mass)
-        if not waits:
-            if reads:
-                self._settle(rule, tokens, mass, limits)
-            return out
-        pending = Pending(rule, q.shape[2], tokens, mass, logits=logits)
-        if late and rule.scorer.mass:
-            pending.queries = [q[row, :, q.shape[2] - n :] for row, n in enumerate(tokens)]
-        self._wait(pending)
+        this = Pending(rule, self.step, q.shape[2], tokens, mass, logits=logits)
+        if waits:
+            if late and rule.scorer.mass:
+                this.queries = [q[row, :, q.shape[2] - n :] for row, n in enumerate(tokens)]
+            self._wait(this)
+        elif reads:
+            self._settle(this, limits)
         return out
 
     def _attend(
@@ -145,7 +145,7 @@ class Layer:
         """Put a forward off; within a prompt that is fed in parts, join it to the parts before."""
         if self._mode.prefilling:
             if pending.rule.scorer.columns and not self._mode.drafting:
-                self._observe(pending.rule, self._signals(pending.rule, pending.tokens, pending.mass))
+                self._observe(pending, self._signals(pending, None))
                 pending.mass, pending.observed = None, True
             if before := self._pending:
                 pending.columns += before.columns
@@ -174,6 +174,11 @@ class Layer:
 
     # -- settling -----------------------------------------------------------------------------------------------
 
+    def end_prompt(self) -> None:
+        """Settle a prompt that was fed in parts: one step, whatever their number."""
+        self.settle()
+        self.step += 1
+
     @torch.no_grad()
     def settle(self) -> None:
         """Let the rule of the forward that waits act, with the confidence that its logits gave, if they came."""
@@ -188,7 +193,7 @@ class Layer:
             assert pending.logits is not None
             assert pending.rule.scorer.mass is not None
             pending.mass = mass_of(self.store, pending.queries, pending.logits, pending.rule.scorer.mass)
-        self._settle(pending.rule, pending.tokens, pending.mass, limits, pending.observed)
+        self._settle(pending, limits)
 
     def _due(self, rule: Rule, confidence: list[float] | None) -> list[tuple[int, ...]] | None:
         """Limits per row if something is over them after this forward, else None."""
@@ -210,39 +215,14 @@ class Layer:
             self.index, self._depth, self._num_layers, store.num_kv_heads, store.entry_bytes, store.batch_size
         )
 
-    def _signals(
-        self, rule: Rule, tokens: list[int], mass: Tensor | None, limits: list[tuple[int, ...]] | None = None
-    ) -> Signals:
-        store = self.store
-        position, valid = store.column("position"), store.valid()
-        columns = {column.name: store.column(column.name) for column in rule.scorer.columns}
-        protected = rule.protected(position, valid, self.seen, limits) if limits else ~valid
-        keys = store.keys() if limits and "keys" in rule.scorer.needs else None
-        queries = torch.tensor(tokens)
-        return Signals(self.index, self.step, position, valid, protected, columns, queries, mass, keys)
-
-    def _observe(self, rule: Rule, signals: Signals) -> Signals:
-        """Update the columns by this forward and return the signals with them."""
-        changed = rule.scorer.observe(signals)
-        if not changed:
-            return signals
-        for name, value in changed.items():
-            self.store.set_column(name, value)
-        return replace(signals, columns={name: self.store.column(name) for name in signals.columns})
-
-    def _settle(
-        self,
-        rule: Rule,
-        tokens: list[int],
-        mass: Tensor | None,
-        limits: list[tuple[int, ...]] | None,
-        observed: bool = False,
-    ) -> None:
-        if limits is None and (observed or not rule.scorer.columns):
+    def _settle(self, forward: Pending, limits: list[tuple[int, ...]] | None) -> None:
+        """Let the scorer observe a forward, and where something is over its limit, plan."""
+        rule = forward.rule
+        if limits is None and (forward.observed or not rule.scorer.columns):
             return
-        signals = self._signals(rule, tokens, mass, limits)
-        if not observed:
-            signals = self._observe(rule, signals)
+        signals = self._signals(forward, limits)
+        if not forward.observed:
+            signals = self._observe(forward, signals)
         if limits is None:
             return
         plan = rule.plan(signals, limits)
@@ -250,6 +230,24 @@ class Layer:
         self.events.overruns += rule.overruns(limits)
         self.events.nan_scores = self.events.nan_scores + plan.nan_scores
         self.events.evicted += self.store.apply(plan)
+
+    def _signals(self, forward: Pending, limits: list[tuple[int, ...]] | None) -> Signals:
+        store, rule = self.store, forward.rule
+        position, valid = store.column("position"), store.valid()
+        columns = {column.name: store.column(column.name) for column in rule.scorer.columns}
+        protected = rule.protected(position, valid, self.seen, limits) if limits else ~valid
+        keys = store.keys() if limits and "keys" in rule.scorer.needs else None
+        queries = torch.tensor(forward.tokens)
+        return Signals(self.index, forward.step, position, valid, protected, columns, queries, forward.mass, keys)
+
+    def _observe(self, forward: Pending, signals: Signals) -> Signals:
+        """Update the columns by a forward and return the signals with them."""
+        changed = forward.rule.scorer.observe(signals)
+        for name, value in changed.items():
+            self.store.set_column(name, value)
+        if not changed:
+            return signals
+        return replace(signals, columns={name: self.store.column(name) for name in signals.columns})
 
     # -- rows, masks and rollback -------------------------------------------------------------------------------
 

@@ -40,9 +40,10 @@ class Events:
 
 @dataclass(slots=True)
 class Pending:
-    """A forward that waits to be settled."""
+    """A forward that is not settled yet."""
 
     rule: Rule
+    step: int  # number of the forward
     columns: int  # fed by it, pads included
     tokens: list[int]  # real ones of each row
     mass: Tensor | None = None
