@@ -1,15 +1,11 @@
 """Assisted decoding: drafts are tentative, and a rejected one leaves no trace."""
 
-from contextlib import contextmanager
-
 import pytest
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
-from transformers.masking_utils import sdpa_mask
 
 import kvstrata
-from kvstrata.cache import Layer
 
+from .replay import LOG, check_against_a_masked_replay, recorded
 from .runs import ALL, GROW, PRESETS, TWO_LEVELS, kv, prompt, spec, tiny
 
 BUDGET = 14
@@ -69,75 +65,6 @@ def test_a_draft_that_nobody_judges_is_taken_with_the_next_forward(name):
             cache.crop(0)
             states.append(state(cache))
     same(*states)
-
-
-LOG = []
-
-
-@contextmanager
-def recorded(monkeypatch, model):
-    """Note for every forward its ids, what each layer and head held before it, and the logits it gave."""
-    LOG.clear()
-    attend = Layer.attend
-
-    def note(self, q, k, *args):
-        self.settle()
-        LOG[-1]["held"][self.index] = [self.entries(0, head) for head in range(2)]
-        LOG[-1]["fed"] = self.columns_fed
-        return attend(self, q, k, *args)
-
-    def before(_, args, kwargs):
-        if any(isinstance(value, kvstrata.hf.StrataCache) for value in kwargs.values()):
-            ids = kwargs.get("input_ids", args[0] if args else None)
-            LOG.append({"ids": ids, "held": {}, "logits": None})
-
-    def after(_, args, kwargs, output):
-        if any(isinstance(value, kvstrata.hf.StrataCache) for value in kwargs.values()):
-            LOG[-1]["logits"] = output.logits
-
-    hooks = [
-        model.register_forward_pre_hook(before, with_kwargs=True),
-        model.register_forward_hook(after, with_kwargs=True),
-    ]
-    with monkeypatch.context() as patch:
-        patch.setattr(Layer, "attend", note)
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-
-def replayed_attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
-    """Plain softmax attention over a full cache, where each head sees only what the log says it held."""
-    entry, queries, keys = LOG[0], query.shape[2], key.shape[2]
-    visible = torch.zeros(2, queries, keys, dtype=torch.bool)
-    for head, held in enumerate(entry["held"][module.layer_idx]):
-        visible[head, :, held] = True
-    visible[:, :, keys - queries :] = torch.ones(queries, queries, dtype=torch.bool).tril()
-    key, value = key.repeat_interleave(2, 1), value.repeat_interleave(2, 1)
-    scores = (query @ key.transpose(-1, -2) * scaling).masked_fill(~visible.repeat_interleave(2, 0), -torch.inf)
-    return (scores.softmax(-1) @ value).transpose(1, 2), None
-
-
-@torch.no_grad()
-def check_against_a_masked_replay(model):
-    """Run the log's forwards on a full cache with masks; every logit must come out again."""
-    AttentionInterface.register("replay", replayed_attention)
-    AttentionMaskInterface.register("replay", sdpa_mask)
-    full, forwards = DynamicCache(config=model.config), len(LOG)
-    model.config._attn_implementation = "replay"
-    try:
-        while LOG:
-            entry = LOG[0]
-            full.crop(entry["fed"] - full.get_seq_length())
-            logits = model(entry["ids"], **kv(full)).logits
-            count = entry["logits"].shape[1]
-            assert (logits[:, -count:] - entry["logits"]).abs().max() <= 1e-5 * logits.abs().max()
-            LOG.pop(0)
-    finally:
-        model.config._attn_implementation = "sdpa"
-    return forwards
 
 
 MODES = {

@@ -17,7 +17,7 @@ from torch import Tensor
 from kvstrata.cache.fed import Fed
 from kvstrata.cache.step import Events, Mode, Pending
 from kvstrata.cache.stored import attend_stored, mass_of
-from kvstrata.core import InputError, LayerShape, Phase, Plan, Signals, Tier
+from kvstrata.core import InputError, LayerShape, Phase, Plan, Signals, Tier, UnsupportedModelError
 from kvstrata.kernels.attention import KernelName, Logits
 from kvstrata.kernels.mass import ALL_ROWS, Reduction
 from kvstrata.policy.policy import Policy, Rule
@@ -91,12 +91,13 @@ class Layer:
         tokens: Sequence[int] | None,
         logits: Logits,
         past: Tensor | None = None,
+        own: Tensor | None = None,
     ) -> Tensor:
         """Store k and v [B, H, Q, D], return the attention of q [B, H*G, Q, D], then let the policy act.
 
         `tokens[b]` counts the real tokens of each row, which stand last; None means all Q. Queries of pads give zeros.
         `past` [B, columns fed] bool is given when it hides past tokens that were stored (pads that a finished row
-        got, say): they are dropped first.
+        got, say): they are dropped first. `own` [B, Q, Q] bool replaces causality among the tokens of this forward.
         Raises `InputError` when the forward does not fit what is stored, `SpecError` when a budget cannot be met by
         this model; nothing of the forward is stored then.
         """
@@ -112,24 +113,29 @@ class Layer:
         if self._kernels == "exact":  # which sums in order of position, as an uncompressed cache does
             self.store.sort()
         self.fed.add(queries, tokens)
-        out = self._forward(q, tokens, logits, self.rules[phase])
+        out = self._forward(q, tokens, logits, own, self.rules[phase])
         if not self._mode.prefilling:
             self.step += 1
         return out
 
-    def _forward(self, q: Tensor, tokens: list[int], logits: Logits, rule: Rule | None) -> Tensor:
+    def _forward(self, q: Tensor, tokens: list[int], logits: Logits, own: Tensor | None, rule: Rule | None) -> Tensor:
         """Attend over what is stored, and settle or leave that for later."""
         if rule is None:
-            return self._attend(q, tokens, logits, None)[0]
+            return self._attend(q, tokens, logits, None, own)[0]
         mode = self._mode
         waits = mode.drafting or mode.prefilling or rule.at_step_end
         limits = None if waits else self._due(rule, None)
         reads = waits or limits is not None or bool(rule.scorer.columns)
         late = mode.drafting or (mode.prefilling and not rule.scorer.columns)
-        out, mass = self._attend(q, tokens, logits, None if late or not reads else rule.scorer.mass)
+        out, mass = self._attend(q, tokens, logits, None if late or not reads else rule.scorer.mass, own)
         this = Pending(rule, self.step, q.shape[2], tokens, mass, logits=logits)
         if waits:
             if late and rule.scorer.mass:
+                if own is not None:
+                    raise UnsupportedModelError(
+                        "a prompt whose tokens see later ones (images) cannot be drafted after, nor fed in parts with "
+                        "prefilling(), under a policy that reads attention: feed it at once, then draft"
+                    )
                 this.queries = [q[row, :, q.shape[2] - n :] for row, n in enumerate(tokens)]
             self._wait(this)
         elif reads:
@@ -137,9 +143,9 @@ class Layer:
         return out
 
     def _attend(
-        self, q: Tensor, tokens: list[int], logits: Logits, reduction: Reduction | None
+        self, q: Tensor, tokens: list[int], logits: Logits, reduction: Reduction | None, own: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        return attend_stored(self.store, q, tokens, logits, reduction, self._kernels)
+        return attend_stored(self.store, q, tokens, logits, reduction, own, self._kernels)
 
     def _wait(self, pending: Pending) -> None:
         """Put a forward off; within a prompt that is fed in parts, join it to the parts before."""

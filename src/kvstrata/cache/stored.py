@@ -16,17 +16,19 @@ def attend_stored(
     tokens: list[int],
     logits: Logits,
     reduction: Reduction | None,
+    own: Tensor | None,
     kernels: KernelName,
 ) -> tuple[Tensor, Tensor | None]:
     """Return out [B, H*G, Q, Dv] and mass [B, H, N] of q [B, H*G, Q, D], whose own entries are the newest.
 
     The last tokens[b] queries of each row are real; out is zero for the others. Mass is None without a reduction.
+    `own` [B, Q, Q] bool replaces causality among the queries' own entries.
     """
     split = len(set(tokens)) > 1 or tokens[0] < q.shape[2]
     group = q.shape[1] // store.num_kv_heads
     blocks = list(store.blocks(split_rows=split))
     if len(blocks) == 1 and not split:
-        done = attend(q, blocks[0].k, blocks[0].v, logits=logits, reduction=reduction, kernels=kernels)
+        done = attend(q, blocks[0].k, blocks[0].v, logits=logits, reduction=reduction, own=own, kernels=kernels)
         return done.out, done.mass
     out = q.new_zeros(*q.shape[:3], blocks[0].v.shape[-1])
     mass = _no_mass(store, q.device) if reduction else None
@@ -36,7 +38,8 @@ def attend_stored(
             continue
         heads = slice(block.heads.start * group, block.heads.stop * group)
         part, of = q[block.rows, heads, -new:], _of_heads(logits, heads)
-        done = attend(part, block.k, block.v, logits=of, reduction=reduction, kernels=kernels)
+        mine = None if own is None else own[block.rows, -new:, -new:]
+        done = attend(part, block.k, block.v, logits=of, reduction=reduction, own=mine, kernels=kernels)
         out[block.rows, heads, -new:] = done.out
         if mass is not None and done.mass is not None:
             mass[block.rows, block.heads, : block.k.shape[2]] = done.mass

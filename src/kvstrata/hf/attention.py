@@ -21,11 +21,38 @@ from kvstrata.kernels.attention import Logits
 NAME = "kvstrata"
 
 
-class Handoff(NamedTuple):
-    """What our cache layer gives the attention function in place of keys."""
+class _Touched(UnsupportedModelError, AttributeError):
+    """Keys were used between cache and attention; an AttributeError too, so that `hasattr` stays a question."""
 
-    layer: Layer
-    keys: Tensor  # [B, H, Q, D], of this forward only
+
+class Handoff:
+    """What our cache layer gives the attention function in place of keys.
+
+    A model that works on keys between its cache and its attention cannot be compressed, and says so on the first touch.
+    """
+
+    __slots__ = ("keys", "layer")
+
+    def __init__(self, layer: Layer, keys: Tensor) -> None:
+        self.layer = layer
+        self.keys = keys  # [B, H, Q, D], of this forward only
+
+    def __getattr__(self, name: str) -> Any:
+        raise _Touched(
+            f"this model reads {name!r} of its keys between cache and attention, so what is stored cannot be "
+            "left out there: kvstrata does not support it"
+        )
+
+    def __getitem__(self, index: object) -> Any:
+        return self.__getattr__("[...]")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuse every torch function."""
+        raise _Touched(
+            f"this model applies {getattr(function, '__name__', function)!r} to its keys between cache and attention: "
+            "kvstrata does not support it"
+        )
 
 
 class Padding(NamedTuple):
@@ -33,6 +60,7 @@ class Padding(NamedTuple):
 
     tokens: list[int] | None  # real tokens of each row, standing last; None: no pads
     past: Tensor | None  # [B, columns fed before] bool, where it hides tokens that were stored
+    own: Tensor | None = None  # [B, Q, Q] bool, where this forward's tokens do not see each other causally
 
 
 NO_PADDING = Padding(None, None)
@@ -46,6 +74,9 @@ class LazyMask:
         self._stock: dict[str | None, Tensor | None] = {}
         self._padding: Padding | None = None
 
+    def __getattr__(self, name: str) -> Any:
+        raise _Touched(f"this model works on its mask ({name!r}) before attention: kvstrata does not support it")
+
     def stock(self, name: str | None) -> Tensor | None:
         """The mask that the attention implementation `name` would have got."""
         if name not in self._stock:
@@ -58,13 +89,37 @@ class LazyMask:
         Raises `InputError` for a mask that does not put the pads first.
         """
         if self._padding is None:
-            if self._arguments["mask_function"] is not causal_mask_function:
-                raise UnsupportedModelError(
-                    "this model's attention is not plainly causal, which kvstrata cannot mask yet"
-                )
             mask = cast("Tensor | None", self._arguments["attention_mask"])
             self._padding = NO_PADDING if mask is None else _read_padding(mask, queries, layer)
+            if self._arguments["mask_function"] is not causal_mask_function:
+                self._padding = self._padding._replace(own=self._own(queries))
         return self._padding
+
+    def _own(self, queries: int) -> Tensor | None:
+        """Which tokens of this forward see which, [B, Q, Q] bool; None where that is causal.
+
+        Raises `UnsupportedModelError` where tokens may not see all that came before.
+        """
+        every = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        whole = compat.original_mask("sdpa")(**{**self._arguments, **every})
+        assert whole is not None
+        whole = whole[:, 0]
+        padding = cast("Tensor | None", self._arguments["attention_mask"])
+        before = whole.shape[2] - queries
+        shown = torch.ones_like(whole[:, :, :before])
+        if padding is not None:
+            shown &= padding[:, None, :before].bool()
+        real = slice(None) if padding is None else padding[:, -queries:].bool()
+        if not torch.equal(whole[:, :, :before][real], shown[real]):
+            raise UnsupportedModelError(
+                "this model's attention hides some of what came before (chunks or packed sequences), "
+                "which kvstrata cannot follow"
+            )
+        own = whole[:, :, before:]
+        causal = torch.ones(queries, queries, dtype=torch.bool, device=own.device).tril_()
+        if padding is not None:
+            causal = causal & padding[:, None, -queries:].bool()
+        return None if bool((own == causal)[real].all()) else own
 
 
 def _read_padding(mask: Tensor, queries: int, layer: Layer) -> Padding:
@@ -123,7 +178,7 @@ def attention_function(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     logits = Logits(scale, kwargs.get(compat.SOFTCAP), _detached(kwargs.get(compat.SINKS)))
     q, k, v = query.detach(), key.keys.detach(), value.detach()
-    out = key.layer.attend(q, k, v, padding.tokens, logits, padding.past)
+    out = key.layer.attend(q, k, v, padding.tokens, logits, padding.past, padding.own)
     return out.transpose(1, 2).contiguous(), None
 
 

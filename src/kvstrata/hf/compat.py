@@ -28,6 +28,12 @@ SOFTCAP, SINKS = "softcap", "s_aux"  # attention arguments that our attention co
 REFUSED_ARGUMENTS = ("position_bias", "sliding_window", "chunk_size")
 
 
+# families that pass every general check and still cannot work, and why
+REFUSED_FAMILIES = {
+    "paligemma": "its prompt's mask is built in two places, each of which needs the whole matrix",
+}
+
+
 def check_version() -> None:
     """Warn about a transformers release that is newer than those tested."""
     version = Version(transformers.__version__)
@@ -72,8 +78,10 @@ def check_model(model: object) -> None:
         raise UnsupportedModelError(f"compress() takes a transformers model, not {type(model).__name__}")
     if model.config.is_encoder_decoder:
         raise UnsupportedModelError(f"{type(model).__name__} is an encoder-decoder; kvstrata compresses decoders")
+    if reason := REFUSED_FAMILIES.get(model.config.model_type):
+        raise UnsupportedModelError(f"{type(model).__name__} is not supported: {reason}")
     causal = [module.is_causal for module in model.modules() if hasattr(module, "is_causal")]
-    if causal and not any(causal):
+    if causal and not any(causal) and not cast(Any, model).can_generate():
         raise UnsupportedModelError(f"{type(model).__name__}'s attention is not causal; kvstrata compresses decoders")
     selectable = cast(Any, model)._can_set_attn_implementation()
     if not selectable:
@@ -92,22 +100,34 @@ def not_compressed(config: PretrainedConfig, stock: list[Any]) -> dict[int, str]
     """Layers that stay with transformers' own cache, and why, in a few words."""
     found = {i: _KINDS.get(type(layer).__name__, type(layer).__name__) for i, layer in enumerate(stock)}
     found = {i: kind for i, kind in found.items() if kind}
-    shared: int = getattr(config, "num_kv_shared_layers", None) or 0
+    if option(config, "kv_lora_rank"):  # keys and values are made from what is cached, after the cache
+        found = {i: found.get(i, "latent attention") for i in range(len(stock))}
+    shared: int = option(config, "num_kv_shared_layers") or 0
     if shared:  # later layers read the keys of the last layer of their kind before them
-        kinds: list[str] = getattr(config, "layer_types", None) or []
+        kinds: list[str] = option(config, "layer_types") or []
         donors = {kind: i for i, kind in enumerate(kinds[: len(kinds) - shared])}
         for i in donors.values():
             found.setdefault(i, "shared with later layers")
     return found
 
 
+def option(config: PretrainedConfig, name: str) -> Any:
+    """An entry of a config, None where there is none or where it differs from layer to layer."""
+    try:
+        return getattr(config, name, None)
+    except Exception as error:  # a class of its own, which older releases lack
+        if type(error).__name__ == "AmbiguousGlobalPerLayerAttributeError":
+            return None
+        raise
+
+
 def kv_shape(config: PretrainedConfig) -> tuple[int, int] | None:
     """Key-value heads and head_dim that every layer has, if the config says so plainly."""
-    if any(getattr(config, name, None) for name in ("kv_lora_rank", "global_head_dim", "num_global_key_value_heads")):
+    if any(option(config, name) for name in ("kv_lora_rank", "global_head_dim", "num_global_key_value_heads")):
         return None
-    query_heads: int = getattr(config, "num_attention_heads", 0)
-    heads: int = getattr(config, "num_key_value_heads", None) or query_heads
-    dim: int = getattr(config, "head_dim", None) or (config.hidden_size // query_heads if query_heads else 0)
+    query_heads: int = option(config, "num_attention_heads") or 0
+    heads: int = option(config, "num_key_value_heads") or query_heads
+    dim: int = option(config, "head_dim") or (config.hidden_size // query_heads if query_heads else 0)
     return (heads, dim) if heads and dim else None
 
 

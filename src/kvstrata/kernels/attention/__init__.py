@@ -2,10 +2,12 @@
 
 One contract, several implementations (`reference`, `exact`):
 
-    attend(q, k, v, *, logits, reduction) -> Attended
+    attend(q, k, v, *, logits, reduction, own) -> Attended
 
     q [B, H*G, Q, D], k [B, H, N, D] and v [B, H, N, Dv] with N >= Q: the last Q keys are the queries' own, so query i
-    sees keys 0 .. N-Q+i. Every row and head given has the same N; nothing is padded. Inputs are not modified.
+    sees keys 0 .. N-Q+i; or all that came before and, of the queries' own, those that `own` [B, Q, Q] bool names
+    (images, whose tokens see each other). Every row and head given has the same N; nothing is padded. Inputs are not
+    modified.
 """
 
 from __future__ import annotations
@@ -51,10 +53,11 @@ def attend(
     *,
     logits: Logits,
     reduction: Reduction | None = None,
+    own: Tensor | None = None,
     kernels: KernelName = "reference",
 ) -> Attended:
     """Attend with the named implementation; see the module docstring for shapes."""
-    return Attended(*_IMPLEMENTATIONS[kernels](q, k, v, logits=logits, reduction=reduction))
+    return Attended(*_IMPLEMENTATIONS[kernels](q, k, v, logits=logits, reduction=reduction, own=own))
 
 
 __all__ = ["KERNELS", "Attended", "KernelName", "Logits", "attend"]

@@ -17,20 +17,25 @@ from kvstrata.kernels.mass import Reduction, column_lse, column_mass
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, *, logits: Logits, reduction: Reduction | None
+    q: Tensor, k: Tensor, v: Tensor, *, logits: Logits, reduction: Reduction | None, own: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return (out, lse, mass) as `kernels.attention` words it."""
     if logits.softcap is not None or logits.sinks is not None:
-        return ref.attend(q, k, v, logits=logits, reduction=reduction)
+        return ref.attend(q, k, v, logits=logits, reduction=reduction, own=own)
     queries, past, group, scale = q.shape[2], k.shape[2] - q.shape[2], q.shape[1] // k.shape[1], logits.scale
-    if past == 0 or queries == 1:
+    if own is None and (past == 0 or queries == 1):
         out = scaled_dot_product_attention(q, k, v, is_causal=queries > 1, scale=scale, enable_gqa=group > 1)
     else:
-        mask = torch.ones(queries, past + queries, dtype=torch.bool, device=q.device).tril_(past)
+        mask = torch.ones(queries, past + queries, dtype=torch.bool, device=q.device).tril_(past)[None]
+        if own is not None:
+            mask = torch.cat([mask[..., :past].expand(q.shape[0], -1, -1), own], dim=-1)
         repeated = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-        out = scaled_dot_product_attention(q, *repeated, attn_mask=mask[None, None], scale=scale)
+        out = scaled_dot_product_attention(q, *repeated, attn_mask=mask[:, None], scale=scale)
     if reduction is None:
         return out, None, None
-    tail = q[:, :, -reduction.last(queries) :]
+    rows = reduction.last(queries)
+    if own is not None:
+        return out, *ref.attend(q, k, v, logits=logits, reduction=reduction, own=own)[1:]
+    tail = q[:, :, -rows:]
     lse = column_lse(tail, k, scale=scale)
     return out, lse, column_mass(tail, k, lse, scale=scale, reduction=reduction)

@@ -32,20 +32,28 @@ class Logits:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, *, logits: Logits, reduction: Reduction | None
+    q: Tensor, k: Tensor, v: Tensor, *, logits: Logits, reduction: Reduction | None, own: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return (out, lse, mass) as `kernels.attention` words it."""
-    flash = q.device.type == "cpu" and logits.softcap is None and k.shape[-1] == v.shape[-1]
-    if q.shape[2] == 1:
+    flash = q.device.type == "cpu" and logits.softcap is None and k.shape[-1] == v.shape[-1] and own is None
+    if q.shape[2] == 1 and own is None:
         return _decode(q, k, v, logits, reduction, flash)
-    out, lse = _causal(q, k, v, logits, flash)
+    out, lse = _causal(q, k, v, logits, flash, own)
     if logits.sinks is not None:
         out, lse = _with_sinks(out, lse, logits.sinks)
     if reduction is None:
         return out, None, None
     rows = reduction.last(q.shape[2])
     lse = lse[:, :, -rows:]
-    mass = column_mass(q[:, :, -rows:], k, lse, scale=logits.scale, reduction=reduction, softcap=logits.softcap)
+    mass = column_mass(
+        q[:, :, -rows:],
+        k,
+        lse,
+        scale=logits.scale,
+        reduction=reduction,
+        softcap=logits.softcap,
+        own=None if own is None else own[:, -rows:],
+    )
     return out, lse, mass
 
 
@@ -81,7 +89,7 @@ def _decode(
     return out, lse.reshape(q.shape[:3]), (mass * k.shape[2] > 1.0).float() if reduction.counts else mass
 
 
-def _causal(q: Tensor, k: Tensor, v: Tensor, logits: Logits, flash: bool) -> tuple[Tensor, Tensor]:
+def _causal(q: Tensor, k: Tensor, v: Tensor, logits: Logits, flash: bool, own: Tensor | None) -> tuple[Tensor, Tensor]:
     queries, past = q.shape[2], k.shape[2] - q.shape[2]
     if past == 0 and flash:
         out, lse = _flash_cpu(q, k, v, 0.0, True, scale=logits.scale)
@@ -90,13 +98,13 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, logits: Logits, flash: bool) -> tup
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     width = k.shape[2] if flash else q.shape[0] * q.shape[1] * k.shape[2]  # flash holds the mask only, no scores
     for start, stop in query_blocks(queries, width):
-        seen = past + stop
+        seen = past + stop if own is None else k.shape[2]
         block = (q[:, :, start:stop], k[:, :, :seen], v[:, :, :seen])
         if flash:
             mask = _mask(start, stop, past, q.device)
             part, part_lse = _flash_cpu(*block, 0.0, False, attn_mask=mask, scale=logits.scale)
         else:
-            part, part_lse = _plain(*block, past + start, logits)
+            part, part_lse = _plain(*block, past + start, logits, None if own is None else own[:, start:stop])
         out[:, :, start:stop], lse[:, :, start:stop] = part, part_lse
     return out, lse
 
@@ -108,9 +116,11 @@ def _mask(start: int, stop: int, past: int, device: torch.device) -> Tensor:
     return torch.zeros(hidden.shape, device=device).masked_fill_(hidden, float("-inf"))
 
 
-def _plain(q: Tensor, k: Tensor, v: Tensor, first: int, logits: Logits) -> tuple[Tensor, Tensor]:
+def _plain(
+    q: Tensor, k: Tensor, v: Tensor, first: int, logits: Logits, own: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Softmax attention of one block in fp32, where no operator does it and also returns the lse."""
-    scores = block_scores(q, k, first, logits.scale, logits.softcap)  # [B, H, G, Q, N]
+    scores = block_scores(q, k, first, logits.scale, logits.softcap, own)  # [B, H, G, Q, N]
     lse = scores.logsumexp(dim=-1)
     out = torch.matmul((scores - lse[..., None]).exp(), v.float()[:, :, None])
     return out.reshape(*q.shape[:3], -1).to(q.dtype), lse.reshape(q.shape[:3])

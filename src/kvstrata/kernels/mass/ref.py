@@ -49,24 +49,41 @@ def query_blocks(queries: int, width: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + size, queries)
 
 
-def block_scores(q: Tensor, k: Tensor, first: int, scale: float, softcap: float | None = None) -> Tensor:
-    """Causal scores [B, H, G, q, n] of queries whose own keys are first .. first+q-1; k holds the n = first+q seen."""
+def block_scores(
+    q: Tensor, k: Tensor, first: int, scale: float, softcap: float | None = None, own: Tensor | None = None
+) -> Tensor:
+    """Scores [B, H, G, q, n] of queries whose own keys are first .. first+q-1, and -inf for keys they may not see.
+
+    Causal, and k holds the n = first+q keys up to the last query; or `own` [B, q, m] bool says which of the newest m
+    of all n keys are seen.
+    """
     batch, heads, dim = k.shape[0], k.shape[1], q.shape[-1]
     grouped = q.reshape(batch, heads, -1, dim).float() * scale  # G and q folded: one matmul per key-value head
     scores = torch.matmul(grouped, k.float().transpose(-1, -2)).view(batch, heads, -1, q.shape[2], k.shape[2])
     if softcap is not None:
         scores = scores.div_(softcap).tanh_().mul_(softcap)
+    if own is not None:
+        scores[..., k.shape[2] - own.shape[2] :].masked_fill_(~own[:, None, None], float("-inf"))
+        return scores
     hidden = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu_(1)
     scores[..., first:].masked_fill_(hidden, float("-inf"))  # only among the queries' own keys is anything hidden
     return scores
 
 
 def column_mass(
-    q: Tensor, k: Tensor, lse: Tensor, *, scale: float, reduction: Reduction = SUM, softcap: float | None = None
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    *,
+    scale: float,
+    reduction: Reduction = SUM,
+    softcap: float | None = None,
+    own: Tensor | None = None,
 ) -> Tensor:
     """Reduce the attention of the queries to one number per key.
 
     q [B, H*G, R, D] are the last R queries of the N keys k [B, H, N, D]; lse [B, H*G, R] fp32. -> [B, H, N] fp32.
+    `own` [B, R, m] bool replaces causality among the newest m keys.
     """
     batch, heads, keys = k.shape[:3]
     group, rows = q.shape[1] // heads, q.shape[2]
@@ -74,8 +91,9 @@ def column_mass(
     seen = torch.arange(keys - rows + 1, keys + 1, device=q.device)
     k = k.float()
     for start, stop in query_blocks(rows, q.shape[0] * q.shape[1] * keys):
-        first, end = keys - rows + start, keys - rows + stop
-        scores = block_scores(q[:, :, start:stop], k[:, :, :end], first, scale, softcap)
+        first, end = keys - rows + start, keys if own is not None else keys - rows + stop
+        part = None if own is None else own[:, start:stop]
+        scores = block_scores(q[:, :, start:stop], k[:, :, :end], first, scale, softcap, part)
         scores -= lse.reshape(batch, heads, group, rows)[..., start:stop, None]
         mass[:, :, :end] += reduction(scores.exp_(), seen[start:stop], keys - seen[start:stop])
     return mass
