@@ -15,6 +15,7 @@ from kvstrata.policy import PRESETS, parse_policy
 from kvstrata.policy.scorers import SCORERS
 from kvstrata.policy.spec import split_specs
 
+from .contract.families import FAMILIES, MULTIMODAL
 from .contract.runs import feed, kv, prompt, tiny
 
 ROOT = Path(__file__).parent.parent
@@ -123,6 +124,10 @@ def test_every_field_of_a_record_is_in_the_formats():
     names = {*report, *(field.name for field in fields(LayerReport)), *row.summary(row)}
     missing = {name for name in names if f"`{name}`" not in PAGES["formats.md"]}
     assert not missing
+
+
+def test_every_tested_family_is_named():
+    assert not {name for name in (*FAMILIES, *MULTIMODAL) if f"`{name}`" not in PAGES["faq.md"]}
 
 
 @pytest.fixture

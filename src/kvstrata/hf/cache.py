@@ -128,7 +128,7 @@ class StrataCache(Cache):
         for index, layer in enumerate(self.layers):
             if index not in self.strata:
                 cast(Any, layer).crop(tokens_to_remove)
-        self.engine.crop(-tokens_to_remove)
+        self.engine.crop(-int(tokens_to_remove))  # older releases give a tensor
 
     def activate_past_recording(self) -> None:
         """Hold every later forward tentative until `crop`, as assisted decoding needs it."""
