@@ -1,11 +1,13 @@
 """The docs name what exists."""
 
+import inspect
 import re
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import yaml
+from typer.main import get_command
 
 import kvstrata
 from kvstrata.bench.compare import Trace
@@ -43,6 +45,19 @@ def test_every_preset_is_explained(name):
     assert name in headings("methods.md")
 
 
+def section(page, heading):
+    return PAGES[page].partition(f"\n## `{heading}`\n")[2].partition("\n## ")[0]
+
+
+@pytest.mark.parametrize("name", PRESETS_BUILT_IN)
+def test_every_option_of_a_preset_is_explained(name):
+    text = section("methods.md", name)
+    if name == "confkv-l":  # which has those of confkv and a few more
+        text += section("methods.md", "confkv")
+    missing = [option for option in inspect.signature(PRESETS[name]).parameters if f"`{option}" not in text]
+    assert not missing
+
+
 def test_no_preset_is_explained_that_does_not_exist():
     assert headings("methods.md") <= set(PRESETS_BUILT_IN)
 
@@ -51,6 +66,14 @@ def test_no_preset_is_explained_that_does_not_exist():
 def test_every_command_is_in_the_docs(command):
     assert f"kvstrata {command}" in START
     assert f"kvstrata {command}" in headings("cli.md")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_option_of_a_command_is_in_the_docs(command):
+    options = [
+        option for p in get_command(app).commands[command].params for option in p.opts if option.startswith("--")
+    ]
+    assert not [option for option in options if f"`{option}`" not in section("cli.md", f"kvstrata {command}")]
 
 
 def test_no_command_is_described_that_does_not_exist():

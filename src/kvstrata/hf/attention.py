@@ -167,6 +167,7 @@ def attention_function(
     if not isinstance(key, Handoff):
         name = _original_name(module)
         mask = attention_mask.stock(name) if isinstance(attention_mask, LazyMask) else attention_mask
+        mask = mask if mask is None else mask.to(query.device)  # nobody moved a lazy one
         attention = compat.original_attention(name, module)
         return attention(module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs)
     for name in compat.REFUSED_ARGUMENTS:
