@@ -118,6 +118,19 @@ class Layer:
             self.step += 1
         return out
 
+    def fill(self, k: Tensor, v: Tensor, seen: int) -> None:
+        """Store k and v [B, H, N, D] as the newest N of `seen` tokens without attending, as a restored cache has them.
+
+        Raises `InputError` if something is stored already.
+        """
+        batch, stored = k.shape[0], k.shape[2]
+        if not self.store.is_empty:
+            raise InputError("only an empty layer can be filled: reset() it first")
+        self.check(k, v)
+        self.store.append(k, v, [stored] * batch, [max(0, seen - stored)] * batch, self.step)
+        self.fed.add(max(seen, stored), [max(seen, stored)] * batch)
+        self.step += 1
+
     def _forward(self, q: Tensor, tokens: list[int], logits: Logits, own: Tensor | None, rule: Rule | None) -> Tensor:
         """Attend over what is stored, and settle or leave that for later."""
         if rule is None:
@@ -165,13 +178,17 @@ class Layer:
         if queries == 0:
             raise InputError("no tokens to attend to: the prompt is empty")
         if self.store.is_empty:
-            size = self.store.entry_bytes_of(k, v)
-            shape = LayerShape(self.index, self._depth, self._num_layers, k.shape[1], size, batch)
+            shape = self.shape_of(k, v)
             for rule in self.rules.values():
                 for sure in (0.0, 1.0):
                     _ = rule and rule.budget.limits(1, sure, shape)
         elif batch != self.store.batch_size:
             raise InputError(f"{batch} rows given to a cache that holds {self.store.batch_size}: reset() it first")
+
+    def shape_of(self, k: Tensor, v: Tensor) -> LayerShape:
+        """What budgets are resolved with once k and v [B, H, Q, D] are stored."""
+        size = self.store.entry_bytes_of(k, v)
+        return LayerShape(self.index, self._depth, self._num_layers, k.shape[1], size, k.shape[0])
 
     def _phase(self, queries: int) -> Phase:
         if self._mode.prefilling or not any(self.seen):

@@ -7,12 +7,14 @@ import sys
 import typer
 from rich.console import Console
 
+from kvstrata.cli.estimate import estimate
 from kvstrata.cli.ls import ls
 from kvstrata.cli.run import run
 from kvstrata.core import KvstrataError
 
 app = typer.Typer(help="Key-value-cache compression that really frees memory.", no_args_is_help=True)
 app.command()(run)
+app.command()(estimate)
 app.command()(ls)
 
 

@@ -7,13 +7,29 @@ from typing import Any, cast
 
 import torch
 from rich.console import Console
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging
 
 from kvstrata.core import InputError
 from kvstrata.hf.demo import demo_model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load_config(name: str | None, console: Console | None = None) -> PretrainedConfig:
+    """The config alone of a model; `name` as in `load_model`. Raises `InputError` when there is none."""
+    source = str(demo_model(console) if name is None else name)
+    try:
+        return cast(PretrainedConfig, AutoConfig.from_pretrained(source))
+    except (OSError, ValueError) as error:
+        raise _not_found(source, error) from error
 
 
 def load_model(
@@ -33,11 +49,13 @@ def load_model(
         tokenizer = AutoTokenizer.from_pretrained(source)
         model = AutoModelForCausalLM.from_pretrained(source, dtype=kind)
     except (OSError, ValueError) as error:
-        what = (
-            "is a folder without a model" if Path(source).is_dir() else "is neither a local folder nor a hub id found"
-        )
-        raise InputError(f"cannot load {source!r}: it {what} ({str(error).splitlines()[0]})") from error
+        raise _not_found(source, error) from error
     finally:
         if shown:
             logging.enable_progress_bar()
     return cast(Any, model).to(device).eval(), cast(PreTrainedTokenizerBase, tokenizer)
+
+
+def _not_found(source: str, error: Exception) -> InputError:
+    what = "is a folder without a model" if Path(source).is_dir() else "is neither a local folder nor a hub id found"
+    return InputError(f"cannot load {source!r}: it {what} ({str(error).splitlines()[0]})")

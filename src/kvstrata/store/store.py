@@ -60,6 +60,11 @@ class LayerStore:
         return self.batch_size == 0
 
     @property
+    def device(self) -> torch.device:
+        """Where columns and masks live: with the keys."""
+        return self._columns[POSITION.name].device
+
+    @property
     def segment_heads(self) -> int:
         """Segments per row: H where heads hold different tokens, else 1."""
         return self.num_kv_heads if self.per_head else 1
@@ -163,15 +168,15 @@ class LayerStore:
     def valid(self) -> Tensor:
         """[B, 1|H, N] bool: which slots of the dense forms hold an entry."""
         if self.segments.uniform:
-            whole = torch.ones(1, 1, 1, dtype=torch.bool, device=self._k.device)
+            whole = torch.ones(1, 1, 1, dtype=torch.bool, device=self.device)
             return whole.expand(self.batch_size, self.segment_heads, self.longest)
-        lengths = torch.tensor(self.segments.lengths, device=self._k.device)
-        mask = torch.arange(self.longest, device=self._k.device) < lengths[:, None]
+        lengths = torch.tensor(self.segments.lengths, device=self.device)
+        mask = torch.arange(self.longest, device=self.device) < lengths[:, None]
         return mask.view(self.batch_size, self.segment_heads, -1)
 
     def _slots(self) -> Tensor:
         """Slot number [segments, N] of every dense place; places past a length point at a neighbour's slot."""
-        device = self._k.device
+        device = self.device
         return self.segments.starts_on(device)[:, None] + torch.arange(self.longest, device=device)
 
     # -- writing ------------------------------------------------------------------------------------------------
@@ -295,7 +300,7 @@ class LayerStore:
 
     def _rows_of(self, slots: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
         """Rows of the payload and of the columns for these (segment, slot); for few of them."""
-        starts, caps, width, device = self.segments.starts, self.segments.capacities, self._width, self._k.device
+        starts, caps, width, device = self.segments.starts, self.segments.capacities, self._width, self.device
         payload = [starts[i] * width + head * caps[i] + slot for i, slot in slots for head in range(width)]
         if width == 1:
             return (rows := torch.tensor(payload, device=device)), rows

@@ -1,0 +1,206 @@
+"""Bytes of a policy on a model that is not there: the engine itself, with payload that takes no memory.
+
+Layers, stores and accounts are the real ones; keys and values live on torch's meta device, attention returns at once,
+and scorers are replaced by recency with the same columns, since how much is kept does not depend on what is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from kvstrata.cache.layer import Layer
+from kvstrata.cache.step import Mode
+from kvstrata.core import Column, Signals
+from kvstrata.kernels.attention import Logits
+from kvstrata.kernels.mass import Reduction
+from kvstrata.policy.policy import Policy, Rule
+from kvstrata.policy.scorers import Stateless
+from kvstrata.store import Account, Bytes, LayerStore
+from kvstrata.store.segments import Segments
+
+
+@dataclass(frozen=True, slots=True)
+class KvShape:
+    """Keys and values of one model: what a policy's bytes depend on."""
+
+    layers: tuple[int, ...]  # compressed ones, by number
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in an uncompressed cache, over these layers."""
+        return len(self.layers) * 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Bill:
+    """Bytes over one prompt and its continuation, for the whole batch."""
+
+    after_prompt: Bytes
+    at_end: Bytes
+    peak: Bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Stand(Stateless):
+    """Recency in place of another scorer, with its columns."""
+
+    kept: tuple[Column, ...]
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """Those of the scorer it stands for."""
+        return self.kept
+
+    def score(self, signals: Signals) -> Tensor:
+        """Position."""
+        return signals.position.float()
+
+
+class _CountingStore(LayerStore):
+    """Payload on the meta device, columns on the CPU."""
+
+    def _lay_out(self, segments: Segments, k: Tensor, v: Tensor) -> None:
+        super()._lay_out(segments, k.to("meta"), v.to("meta"))
+        self._columns = {c.name: torch.zeros(segments.slots, dtype=c.dtype) for c in self.columns}
+
+    def _copy(self, at: tuple[Tensor, Tensor], to: tuple[Tensor, Tensor], old: Sequence[Tensor]) -> None:
+        for before, now in zip(old[2:], self._buffers()[2:], strict=True):  # columns alone have numbers
+            now.index_copy_(0, to[1], before.index_select(0, at[1]))
+
+
+class _CountingLayer(Layer):
+    """A layer whose attention is not computed."""
+
+    def __init__(self, index: int, depth: int, num_layers: int, policy: Policy, mode: Mode) -> None:
+        self.account = Account()
+        super().__init__(index, depth, num_layers, policy, self.account, mode=mode)
+        self.store = _CountingStore(index, policy.columns(index), policy.per_head(index), self.account)
+
+    def _attend(
+        self, q: Tensor, tokens: list[int], logits: Logits, reduction: Reduction | None, own: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        return q, None
+
+
+@dataclass(frozen=True, slots=True)
+class _Forward:
+    """Bytes of one layer in one forward: while its entries stand beside the old ones, and after its plan."""
+
+    most: Bytes
+    after: Bytes
+
+
+def count_bytes(
+    policy: Policy,
+    shape: KvShape,
+    *,
+    context: int,
+    new_tokens: int,
+    batch: int = 1,
+    chunk: int | None = None,
+    confidence: float = 0.0,
+    tick: Callable[[], object] = lambda: None,
+) -> Bill:
+    """Bytes of a prompt of `context` tokens, in chunks of `chunk`, and `new_tokens` - 1 steps after it.
+
+    The last of the new tokens is never fed. Every step is taken to have the same confidence. Exact for rows without
+    pads, but for `pooled` heads, whose lengths depend on the scores.
+    """
+    lengths = _chunks(context, chunk) + [1] * max(0, new_tokens - 1)
+    runs: dict[object, list[_Forward]] = {}
+    traces: list[list[_Forward]] = []
+    for depth, layer in enumerate(shape.layers):
+        key = _alike(policy, shape, depth, layer, context + new_tokens, batch, confidence)
+        if key not in runs:
+            runs[key] = _trace(policy, shape, depth, layer, lengths, batch, confidence)
+        traces.append(runs[key])
+        tick()
+    waits = any(rule and rule.at_step_end for entry in policy.table for rule in (entry.prefill, entry.decode))
+    return _bill(traces, len(lengths) - max(0, new_tokens - 1), waits)
+
+
+def _chunks(context: int, chunk: int | None) -> list[int]:
+    size = chunk or context
+    return [min(size, context - start) for start in range(0, context, size)]
+
+
+def _alike(
+    policy: Policy, shape: KvShape, depth: int, layer: int, tokens: int, batch: int, confidence: float
+) -> object:
+    """What two layers must share to hold the same bytes at every step."""
+    probe = _CountingLayer(layer, depth, len(shape.layers), _stand_in(policy), Mode())
+    k = torch.empty(batch, shape.num_kv_heads, 1, shape.head_dim, dtype=shape.dtype, device="meta")
+    limits = [
+        rule and tuple(rule.budget.limits(n, confidence, probe.shape_of(k, k)))
+        for rule in probe.rules.values()
+        for n in (1, tokens // 2, tokens)
+    ]
+    return tuple(probe.rules.values()), tuple(limits)
+
+
+def _trace(
+    policy: Policy, shape: KvShape, depth: int, layer: int, lengths: list[int], batch: int, confidence: float
+) -> list[_Forward]:
+    mode = Mode()
+    counted = _CountingLayer(layer, depth, len(shape.layers), _stand_in(policy), mode)
+    forwards: list[_Forward] = []
+    for queries in lengths:
+        k = torch.empty(batch, shape.num_kv_heads, queries, shape.head_dim, dtype=shape.dtype, device="meta")
+        counted.account.restart_peak()
+        counted.attend(k, k, k, None, Logits(1.0))
+        mode.fed, mode.confidence = counted.columns_fed, [[confidence]] * batch
+        counted.settle()
+        forwards.append(_Forward(counted.account.peak, counted.account.now))
+    return forwards
+
+
+def _stand_in(policy: Policy) -> Policy:
+    def change(rule: Rule | None) -> Rule | None:
+        return rule and replace(rule, scorer=_Stand(rule.scorer.columns))
+
+    return replace(
+        policy,
+        table=tuple(
+            replace(entry, prefill=change(entry.prefill), decode=change(entry.decode)) for entry in policy.table
+        ),
+    )
+
+
+def _bill(traces: list[list[_Forward]], prompt_forwards: int, waits: bool) -> Bill:
+    """Add layers up; within a forward they grow one after the other, or all of them before the first plan."""
+    nothing = [Bytes()] * len(traces)
+    peak, before, after_prompt = Bytes(), nothing, Bytes()
+    for number, forwards in enumerate(zip(*traces, strict=True)):
+        after = nothing if not forwards else [forward.after for forward in forwards]
+        now = _sum(before)
+        grown = _sum(before)
+        for layer, forward in enumerate(forwards):
+            last = grown if waits else now
+            peak = _most(peak, _plus(last, forward.most, before[layer]))
+            grown = _plus(grown, forward.most, before[layer])
+            now = _plus(now, forward.after, before[layer])
+        before = after
+        if number == prompt_forwards - 1:
+            after_prompt = now
+    return Bill(after_prompt, _sum(before), peak)
+
+
+def _sum(parts: list[Bytes]) -> Bytes:
+    return Bytes(sum(p.live for p in parts), sum(p.held for p in parts), sum(p.reserved for p in parts))
+
+
+def _plus(total: Bytes, new: Bytes, old: Bytes) -> Bytes:
+    return Bytes(
+        total.live + new.live - old.live, total.held + new.held - old.held, total.reserved + new.reserved - old.reserved
+    )
+
+
+def _most(a: Bytes, b: Bytes) -> Bytes:
+    return Bytes(max(a.live, b.live), max(a.held, b.held), max(a.reserved, b.reserved))
