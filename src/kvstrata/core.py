@@ -86,7 +86,7 @@ class Signals:
     valid: Tensor  # [B, 1|H, N] bool
     protected: Tensor  # [B, 1|H, N] bool; kept whatever the score says
     columns: Mapping[str, Tensor]  # each [B, 1|H, N]
-    queries: Tensor  # [B] int64: real tokens of each row in this forward
+    queries: tuple[int, ...]  # [B] real tokens of each row in this forward
     mass: Tensor | None = None  # [B, H, N] fp32: attention of this forward, as the scorer's reduction sums it
     keys: Tensor | None = None  # [B, H, N, D]
 

@@ -6,7 +6,7 @@ from transformers import BertConfig, BertModel, MambaConfig, MambaForCausalLM, T
 
 import kvstrata
 from kvstrata.hf import compat
-from kvstrata.kernels.attention import Logits
+from kvstrata.kernels.attention import Softmax
 
 from .runs import ALL, GROW, feed, kv, prompt, spec, tiny
 
@@ -78,7 +78,7 @@ def test_an_empty_prompt():
     with kvstrata.compress(tiny(), "h2o") as cache:
         nothing = torch.empty(1, 2, 0, 16)
         with pytest.raises(kvstrata.InputError, match="prompt is empty"):
-            cache.strata[0].attend(torch.empty(1, 4, 0, 16), nothing, nothing, None, Logits(0.25))
+            cache.strata[0].attend(torch.empty(1, 4, 0, 16), nothing, nothing, None, Softmax(0.25))
         assert cache.nbytes.reserved == 0
 
 

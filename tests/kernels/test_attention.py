@@ -9,14 +9,14 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvstrata.kernels.attention import KERNELS, Logits, attend, ref
+from kvstrata.kernels.attention import KERNELS, Softmax, attend, ref
 from kvstrata.kernels.mass import ALL_ROWS, Reduction
 from kvstrata.kernels.mass import ref as mass_ref
 
 from .. import oracle
 
 SCALE = 0.3  # not a power of two, so that scaling rounds
-LOGITS = Logits(SCALE)
+LOGITS = Softmax(SCALE)
 SIZES = [
     (q, n)
     for n in (1, 7, 63, 64, 129, 513)
@@ -104,7 +104,7 @@ def solved(queries, keys, group, dtype):
 @pytest.mark.parametrize("mass_rows", MASS_ROWS, ids=["mass0", "mass1", "mass5", "mass-all"])
 def test_agrees_with_the_oracle(kernels, dtype, group, queries, keys, mass_rows):
     (q, k, v), out, error, lse, mass = solved(queries, keys, group, dtype)
-    done = attend(q, k, v, logits=LOGITS, reduction=reduce(mass_rows), kernels=kernels)
+    done = attend(q, k, v, softmax=LOGITS, reduction=reduce(mass_rows), kernels=kernels)
     rows = rows_asked(mass_rows, queries)
     assert done.out.dtype == dtype
     assert done.out.shape == q.shape
@@ -124,7 +124,7 @@ def test_agrees_with_the_oracle(kernels, dtype, group, queries, keys, mass_rows)
 @pytest.mark.parametrize("mass_rows", MASS_ROWS, ids=["mass0", "mass1", "mass5", "mass-all"])
 def test_lse_is_of_the_queries_whose_mass_is_summed(kernels, queries, mass_rows):
     q, k, v = case(queries, 9, 3, torch.float32)
-    lse = attend(q, k, v, logits=LOGITS, reduction=reduce(mass_rows), kernels=kernels).lse
+    lse = attend(q, k, v, softmax=LOGITS, reduction=reduce(mass_rows), kernels=kernels).lse
     if mass_rows == 0:
         assert lse is None
     else:
@@ -138,9 +138,9 @@ def test_lse_is_of_the_queries_whose_mass_is_summed(kernels, queries, mass_rows)
 @pytest.mark.parametrize("mass_rows", [0, ALL_ROWS], ids=["mass0", "mass-all"])
 def test_keys_in_a_capacity_buffer_give_the_same_bits(kernels, dtype, group, queries, keys, mass_rows):
     q, k, v = case(queries, keys, group, dtype)
-    plain = attend(q, k, v, logits=LOGITS, reduction=reduce(mass_rows), kernels=kernels)
+    plain = attend(q, k, v, softmax=LOGITS, reduction=reduce(mass_rows), kernels=kernels)
     strided = attend(
-        q, in_capacity_buffer(k), in_capacity_buffer(v), logits=LOGITS, reduction=reduce(mass_rows), kernels=kernels
+        q, in_capacity_buffer(k), in_capacity_buffer(v), softmax=LOGITS, reduction=reduce(mass_rows), kernels=kernels
     )
     assert torch.equal(plain.out, strided.out)
     if mass_rows:
@@ -158,7 +158,7 @@ def test_queries_as_the_model_lays_them_out(kernels, group, queries):
     transposed = q.transpose(1, 2).contiguous().transpose(1, 2)
     sliced = torch.cat([torch.full_like(q, math.nan), q], dim=2)[:, :, -queries:]
     for view in (transposed, sliced):
-        done = attend(view, k, v, logits=LOGITS, reduction=reduce(ALL_ROWS), kernels=kernels)
+        done = attend(view, k, v, softmax=LOGITS, reduction=reduce(ALL_ROWS), kernels=kernels)
         assert largest_error(done.out, truth.out) <= allowed(q, k, v, truth.out)
         assert largest_error(done.mass, truth.mass) <= 1e-4
 
@@ -169,14 +169,14 @@ def test_queries_as_the_model_lays_them_out(kernels, group, queries):
 def test_inputs_are_not_modified(kernels, dtype, queries):
     given = case(queries, 21, 3, dtype)
     before = [t.clone() for t in given]
-    attend(*given, logits=LOGITS, reduction=reduce(ALL_ROWS), kernels=kernels)
+    attend(*given, softmax=LOGITS, reduction=reduce(ALL_ROWS), kernels=kernels)
     assert all(torch.equal(a, b) for a, b in zip(given, before, strict=True))
 
 
 @kernels
 def test_more_mass_rows_than_queries_means_all(kernels):
     q, k, v = case(3, 9, 1, torch.float32)
-    more, every = (attend(q, k, v, logits=LOGITS, reduction=reduce(n), kernels=kernels).mass for n in (100, ALL_ROWS))
+    more, every = (attend(q, k, v, softmax=LOGITS, reduction=reduce(n), kernels=kernels).mass for n in (100, ALL_ROWS))
     assert torch.equal(more, every)
 
 
@@ -187,7 +187,7 @@ def test_seams_between_blocks_do_not_show(monkeypatch, group, queries, keys, blo
     monkeypatch.setattr(mass_ref, "BLOCK_ELEMENTS", block)
     q, k, v = case(queries, keys, group, torch.float32)
     truth = oracle.attend(q, k, v, scale=SCALE, mass_rows=queries)
-    done = attend(q, k, v, logits=LOGITS, reduction=reduce(ALL_ROWS))
+    done = attend(q, k, v, softmax=LOGITS, reduction=reduce(ALL_ROWS))
     assert largest_error(done.out, truth.out) <= allowed(q, k, v, truth.out)
     assert largest_error(done.lse, truth.lse) <= 1e-4
     assert largest_error(done.mass, truth.mass) <= 1e-4
@@ -221,7 +221,7 @@ def test_one_query_folded_into_its_group_or_not(monkeypatch, dtype, group, fold_
     truth = oracle.attend(q, k, v, scale=SCALE, mass_rows=0)
     if strided:
         k, v = in_capacity_buffer(k), in_capacity_buffer(v)
-    out = attend(q, k, v, logits=LOGITS).out
+    out = attend(q, k, v, softmax=LOGITS).out
     assert out.shape == q.shape
     assert largest_error(out, truth.out) <= allowed(q, k, v, truth.out)
 
@@ -244,7 +244,7 @@ class LargestTensor(TorchDispatchMode):
 def test_a_prompt_never_makes_the_attention_matrix(kernels, group):
     q, k, v = case(2048, 2048, group, torch.float32, batch=1, heads=4 // group)
     with LargestTensor() as largest:
-        attend(q, k, v, logits=LOGITS, reduction=reduce(ALL_ROWS), kernels=kernels)
+        attend(q, k, v, softmax=LOGITS, reduction=reduce(ALL_ROWS), kernels=kernels)
     assert largest.elements >= q.numel()
     assert largest.elements < 2048 * 2048 * 4
     assert largest.elements <= 1.01 * mass_ref.BLOCK_ELEMENTS
@@ -254,6 +254,6 @@ def test_a_chunk_after_stored_entries_makes_neither_matrix_nor_mask(monkeypatch)
     monkeypatch.setattr(mass_ref, "BLOCK_ELEMENTS", 1 << 16)
     q, k, v = case(256, 512, 1, torch.float32, batch=1, heads=4, dim=8)
     with LargestTensor() as largest:
-        attend(q, k, v, logits=LOGITS, reduction=reduce(ALL_ROWS))
+        attend(q, k, v, softmax=LOGITS, reduction=reduce(ALL_ROWS))
     assert largest.elements < 256 * 512
     assert largest.elements <= 1.01 * mass_ref.BLOCK_ELEMENTS

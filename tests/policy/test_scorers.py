@@ -22,7 +22,7 @@ def signals(position, layer=0, step=0, protected=(), **given):
     mask = torch.zeros(position.shape, dtype=torch.bool)
     mask[..., list(protected)] = True
     columns = {name: torch.tensor(value) for name, value in given.pop("columns", {}).items()}
-    queries = torch.tensor(given.pop("queries", [1] * len(position)))
+    queries = tuple(given.pop("queries", [1] * len(position)))
     given = {name: torch.tensor(value) for name, value in given.items()}
     return Signals(layer, step, position, valid, mask & valid, columns, queries, **given)
 
@@ -159,7 +159,7 @@ def test_no_scorer_takes_a_slot_for_a_position(scorer, heads):
     position = torch.arange(0, 3 * n, 3, dtype=torch.int32).expand(2, heads, n)
     mask = torch.zeros_like(position, dtype=torch.bool)
     mass, keys = torch.rand(2, 3, n), torch.randn(2, 3, n, 4)
-    recent, queries = position >= 3 * (n - 2), torch.ones(2)
+    recent, queries = position >= 3 * (n - 2), (1, 1)
     columns = {name: torch.rand(2, heads, n) for name in COLUMNS.values()}
     whole = Signals(1, 2, position, ~mask, recent, columns, queries, mass, keys)
     order = torch.randperm(n)

@@ -225,7 +225,7 @@ def signals(lengths):
     lengths = torch.tensor(lengths)[..., None]
     position = torch.arange(int(lengths.max()), dtype=torch.int32).expand(*lengths.shape[:2], -1)
     valid = position < lengths
-    return Signals(0, 0, position.masked_fill(~valid, 0), valid, torch.zeros_like(valid), {}, torch.ones(len(lengths)))
+    return Signals(0, 0, position.masked_fill(~valid, 0), valid, torch.zeros_like(valid), {}, (1,) * len(lengths))
 
 
 def test_a_plan_averages_heads_that_share_their_tokens():

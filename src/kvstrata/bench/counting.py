@@ -15,7 +15,7 @@ from torch import Tensor
 from kvstrata.cache.layer import Layer
 from kvstrata.cache.step import Mode
 from kvstrata.core import Column, Signals
-from kvstrata.kernels.attention import Logits
+from kvstrata.kernels.attention import Softmax
 from kvstrata.kernels.mass import Reduction
 from kvstrata.policy.policy import Policy, Rule
 from kvstrata.policy.scorers import Stateless
@@ -84,7 +84,7 @@ class _CountingLayer(Layer):
         self.store = _CountingStore(index, policy.columns(index), policy.per_head(index), self.account)
 
     def _attend(
-        self, q: Tensor, tokens: list[int], logits: Logits, reduction: Reduction | None, own: Tensor | None
+        self, q: Tensor, tokens: list[int], softmax: Softmax, reduction: Reduction | None, own: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         return q, None
 
@@ -154,7 +154,7 @@ def _trace(
     for queries in lengths:
         k = torch.empty(batch, shape.num_kv_heads, queries, shape.head_dim, dtype=shape.dtype, device="meta")
         counted.account.restart_peak()
-        counted.attend(k, k, k, None, Logits(1.0))
+        counted.attend(k, k, k, None, Softmax(1.0))
         mode.fed, mode.confidence = counted.columns_fed, [[confidence]] * batch
         counted.settle()
         forwards.append(_Forward(counted.account.peak, counted.account.now))

@@ -7,14 +7,13 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from kvstrata.cache.layer import Layer, Mode
+from kvstrata.cache.layer import Layer
+from kvstrata.cache.step import MOST_DRAFTS, Mode
 from kvstrata.core import InputError
 from kvstrata.kernels.attention import KernelName
 from kvstrata.policy.confidence import confidence
 from kvstrata.policy.policy import Policy
 from kvstrata.store import Account
-
-MOST_DRAFTS = 64  # newest positions whose confidence is kept while drafts wait for their verdict
 
 
 class PolicyCache:
@@ -29,8 +28,7 @@ class PolicyCache:
             layer: Layer(layer, depth, len(layers), policy, self.account, kernels, self.mode)
             for depth, layer in enumerate(layers)
         }
-        rules = [rule for layer in self.layers.values() for rule in layer.rules.values() if rule]
-        self.needs = frozenset[str]().union(*(rule.needs for rule in rules))
+        self.needs = policy.needs
 
     @property
     def full_bytes(self) -> int:
@@ -44,14 +42,19 @@ class PolicyCache:
         """
         first = next(iter(self.layers.values()))
         kept = logits[:, -MOST_DRAFTS if self.mode.drafting else -1 :]
-        sure = confidence(kept)
-        self.nan_logits += int(sure.isnan().sum())
-        rows: list[list[float]] = sure.nan_to_num(nan=0.0).tolist()
+        rows: list[list[float]] = confidence(kept).tolist()
+        self.nan_logits += sum(c != c for row in rows for c in row)
+        rows = [[0.0 if c != c else c for c in row] for row in rows]
         if join and self.mode.confidence is not None and self.mode.fed == first.columns_fed:
             rows = [before + now for before, now in zip(self.mode.confidence, rows, strict=True)]
         self.mode.fed, self.mode.confidence = first.columns_fed, rows
         if not self.mode.drafting and not self.mode.prefilling:
             self.settle()
+
+    @property
+    def waits(self) -> bool:
+        """Whether some layer has a forward that is not settled yet."""
+        return any(layer.waits for layer in self.layers.values())
 
     def settle(self) -> None:
         """Let every layer act on the forward that waits."""
@@ -77,7 +80,15 @@ class PolicyCache:
 
     def activate_past_recording(self) -> None:
         """Take the entries of every later forward for drafts until `crop`, or until the next forward accepts them."""
+        if not self.mode.drafting and not self.mode.prefilling:
+            self.settle()
         self.mode.drafting = True
+
+    def stop_past_recording(self) -> None:
+        """Take forwards as they are again; what waits is accepted."""
+        self.mode.drafting = False
+        if not self.mode.prefilling:
+            self.settle()
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Make row i a copy of what is row `rows[i]` now."""
@@ -88,6 +99,8 @@ class PolicyCache:
 
     def crop(self, count: int) -> None:
         """Forget the newest `count` tokens of every row and settle drafts."""
+        if self.mode.prefilling:
+            raise InputError("crop() inside prefilling(): scores of what was fed cannot be taken back; end it first")
         for layer in self.layers.values():
             layer.crop(count)
         if self.mode.confidence is not None and count > 0:  # what comes next must not find confidence of what went

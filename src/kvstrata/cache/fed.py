@@ -14,6 +14,10 @@ class Fed:
     """The columns fed so far, as runs of forwards with the same shape of padding."""
 
     def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Start anew."""
         self.columns = 0  # per row, pads included
         self.seen: list[int] = []  # real tokens of each row, hidden ones included
         self._runs: list[tuple[int, list[int]]] = []  # (columns, real tokens per row), pads first

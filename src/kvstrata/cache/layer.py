@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from kvstrata.cache.fed import Fed
-from kvstrata.cache.step import Events, Mode, Pending
+from kvstrata.cache.step import MOST_DRAFTS, Events, Mode, Pending
 from kvstrata.cache.stored import attend_stored, mass_of
 from kvstrata.core import InputError, LayerShape, Phase, Plan, Signals, Tier, UnsupportedModelError
-from kvstrata.kernels.attention import KernelName, Logits
+from kvstrata.kernels.attention import KernelName, Softmax
 from kvstrata.kernels.mass import ALL_ROWS, Reduction
 from kvstrata.policy.policy import Policy, Rule
 from kvstrata.store import Account, LayerStore
@@ -42,13 +42,15 @@ class Layer:
         self.index, self._depth, self._num_layers = index, depth, num_layers
         self._kernels: KernelName = kernels
         self._mode = mode or Mode()
+        self.fed = Fed()
+        self._mode.clocks.append(self.fed)
         self.rules = policy.rules(index)
         self.store = LayerStore(index, policy.columns(index), policy.per_head(index), account)
         self._restart()
 
     def _restart(self) -> None:
         self.step = 0  # forwards so far
-        self.fed = Fed()
+        self.fed.reset()
         self.events = Events()
         self._pending: Pending | None = None
 
@@ -89,7 +91,7 @@ class Layer:
         k: Tensor,
         v: Tensor,
         tokens: Sequence[int] | None,
-        logits: Logits,
+        softmax: Softmax,
         past: Tensor | None = None,
         own: Tensor | None = None,
     ) -> Tensor:
@@ -105,15 +107,17 @@ class Layer:
         tokens = [queries] * batch if tokens is None else list(tokens)
         self.check(k, v)
         if not self._mode.prefilling:
-            self.settle()
+            self._accept()
+        rule = self.rules[self._phase(queries)]
+        if own is not None:
+            self._check_own(rule)
         if past is not None:
             self._hide(past)
-        phase = self._phase(queries)
         self.store.append(k, v, tokens, self.seen or [0] * batch, self.step)
         if self._kernels == "exact":  # which sums in order of position, as an uncompressed cache does
             self.store.sort()
         self.fed.add(queries, tokens)
-        out = self._forward(q, tokens, logits, own, self.rules[phase])
+        out = self._forward(q, tokens, softmax, own, rule)
         if not self._mode.prefilling:
             self.step += 1
         return out
@@ -131,52 +135,76 @@ class Layer:
         self.fed.add(max(seen, stored), [max(seen, stored)] * batch)
         self.step += 1
 
-    def _forward(self, q: Tensor, tokens: list[int], logits: Logits, own: Tensor | None, rule: Rule | None) -> Tensor:
+    def _forward(self, q: Tensor, tokens: list[int], softmax: Softmax, own: Tensor | None, rule: Rule | None) -> Tensor:
         """Attend over what is stored, and settle or leave that for later."""
-        if rule is None:
-            return self._attend(q, tokens, logits, None, own)[0]
         mode = self._mode
-        waits = mode.drafting or mode.prefilling or rule.at_step_end
+        if mode.drafting and not mode.prefilling:
+            return self._draft(q, tokens, softmax, own, rule)
+        if rule is None:
+            return self._attend(q, tokens, softmax, None, own)[0]
+        waits = mode.prefilling or rule.at_step_end
         limits = None if waits else self._due(rule, None)
         reads = waits or limits is not None or bool(rule.scorer.columns)
-        late = mode.drafting or (mode.prefilling and not rule.scorer.columns)
-        out, mass = self._attend(q, tokens, logits, None if late or not reads else rule.scorer.mass, own)
-        this = Pending(rule, self.step, q.shape[2], tokens, mass, logits=logits)
-        if waits:
-            if late and rule.scorer.mass:
-                if own is not None:
-                    raise UnsupportedModelError(
-                        "a prompt whose tokens see later ones (images) cannot be drafted after, nor fed in parts with "
-                        "prefilling(), under a policy that reads attention: feed it at once, then draft"
-                    )
-                this.queries = [q[row, :, q.shape[2] - n :] for row, n in enumerate(tokens)]
-            self._wait(this)
+        late = mode.prefilling and not rule.scorer.columns
+        out, mass = self._attend(q, tokens, softmax, None if late or not reads else rule.scorer.mass, own)
+        this = Pending(rule, self.step, q.shape[2], tokens, mass, softmax)
+        if mode.prefilling:
+            self._join(this, q, rule)
+        elif waits:
+            self._pending = this
         elif reads:
-            self._settle(this, limits)
+            self._settle(this, rule, limits)
         return out
 
     def _attend(
-        self, q: Tensor, tokens: list[int], logits: Logits, reduction: Reduction | None, own: Tensor | None
+        self, q: Tensor, tokens: list[int], softmax: Softmax, reduction: Reduction | None, own: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        return attend_stored(self.store, q, tokens, logits, reduction, own, self._kernels)
+        return attend_stored(self.store, q, tokens, softmax, reduction, own, self._kernels)
 
-    def _wait(self, pending: Pending) -> None:
-        """Put a forward off; within a prompt that is fed in parts, join it to the parts before."""
-        if self._mode.prefilling:
-            if pending.rule.scorer.columns and not self._mode.drafting:
-                self._observe(pending, self._signals(pending, None))
-                pending.mass, pending.observed = None, True
-            if before := self._pending:
-                pending.columns += before.columns
-                pending.tokens = [a + b for a, b in zip(before.tokens, pending.tokens, strict=True)]
-                pending.queries = _joined(before.queries, pending.queries, pending.rule.scorer.mass)
-        self._pending = pending
+    def _join(self, this: Pending, q: Tensor, rule: Rule) -> None:
+        """Put off a part of a prompt and join it to the parts before: scores are summed now, or queries kept."""
+        if rule.scorer.columns:
+            self._observe(rule, self._signals(this, rule, None))
+            this.mass, this.observed = None, True
+        elif rule.scorer.mass:
+            this.queries = _newest(q, this.tokens, rule.scorer.mass.rows)
+        if before := self._pending:
+            this.columns += before.columns
+            this.tokens = [a + b for a, b in zip(before.tokens, this.tokens, strict=True)]
+            if rule.scorer.mass and this.queries:
+                rows = rule.scorer.mass.rows
+                this.queries = [_joined(*pair, rows) for pair in zip(before.queries, this.queries, strict=True)]
+        self._pending = this
+
+    def _draft(self, q: Tensor, tokens: list[int], softmax: Softmax, own: Tensor | None, rule: Rule | None) -> Tensor:
+        """Attend, and put everything else off until the verdict: mass is made of the queries that will be left then."""
+        out = self._attend(q, tokens, softmax, None, own)[0]
+        prompt = self.rules["prefill"] if q.shape[2] > PREFILL_ABOVE else None
+        if rule is None and prompt is None:
+            return out
+        this = Pending(rule, self.step, q.shape[2], tokens, softmax=softmax, draft=True, unjudged=prompt)
+        reductions = {r.scorer.mass for r in (rule, prompt) if r and r.scorer.mass}
+        every = any(reduction.rows == ALL_ROWS for reduction in reductions)
+        if len(reductions) == 1 and every and q.shape[2] > MOST_DRAFTS:  # no verdict reaches back beyond the newest
+            old = [
+                q[row, :, q.shape[2] - n : max(q.shape[2] - n, q.shape[2] - MOST_DRAFTS)]
+                for row, n in enumerate(tokens)
+            ]
+            this.mass = mass_of(self.store, old, softmax, *reductions, newer=MOST_DRAFTS)
+            this.queries = _newest(q, tokens, MOST_DRAFTS)
+        elif reductions:
+            rows = ALL_ROWS if every else MOST_DRAFTS + max(reduction.rows for reduction in reductions)
+            this.queries = _newest(q, tokens, rows)
+        self._pending = this
+        return out
 
     def check(self, k: Tensor, v: Tensor) -> None:
-        """Refuse what cannot be stored, before anything is; only the shapes and dtype of k and v are looked at."""
+        """Refuse what cannot be stored and budgets that cannot be met; k and v may be on the meta device."""
         batch, queries = k.shape[0], k.shape[2]
         if queries == 0:
             raise InputError("no tokens to attend to: the prompt is empty")
+        if self._depth == 0 and len({clock.columns for clock in self._mode.clocks}) > 1:
+            raise InputError("a forward was interrupted half-way, so layers hold different tokens: reset() the cache")
         if self.store.is_empty:
             shape = self.shape_of(k, v)
             for rule in self.rules.values():
@@ -184,6 +212,16 @@ class Layer:
                     _ = rule and rule.budget.limits(1, sure, shape)
         elif batch != self.store.batch_size:
             raise InputError(f"{batch} rows given to a cache that holds {self.store.batch_size}: reset() it first")
+
+    def _check_own(self, rule: Rule | None) -> None:
+        """Refuse image masks where attention is summed later, when they are gone."""
+        mode = self._mode
+        late = mode.drafting or (mode.prefilling and rule is not None and not rule.scorer.columns)
+        if late and any(rule.scorer.mass for rule in self.rules.values() if rule):
+            raise UnsupportedModelError(
+                "a prompt whose tokens see later ones (images) cannot come with drafts, nor in parts with "
+                "prefilling(), under a policy that reads attention: feed it at once, then draft"
+            )
 
     def shape_of(self, k: Tensor, v: Tensor) -> LayerShape:
         """What budgets are resolved with once k and v [B, H, Q, D] are stored."""
@@ -202,21 +240,29 @@ class Layer:
         self.settle()
         self.step += 1
 
+    def _accept(self) -> None:
+        """Settle what waits, since the next forward is here. More tokens than drafts have were a prompt, unjudged."""
+        pending = self._pending
+        if pending and pending.draft and pending.columns > PREFILL_ABOVE:
+            pending.rule, self._mode.drafting = pending.unjudged, False
+        self.settle()
+
     @torch.no_grad()
     def settle(self) -> None:
         """Let the rule of the forward that waits act, with the confidence that its logits gave, if they came."""
         pending, self._pending = self._pending, None
-        if pending is None:
+        if pending is None or pending.rule is None:
             return
-        sure = self._mode.confidence_at(self.columns_fed) if pending.rule.at_step_end else None
-        if sure is None and pending.rule.at_step_end:
+        rule = pending.rule
+        sure = self._mode.confidence_at(self.columns_fed) if rule.at_step_end else None
+        if sure is None and rule.at_step_end:
             self.events.no_logits += 1
-        limits = self._due(pending.rule, sure)
-        if pending.queries and (limits or pending.rule.scorer.columns):
-            assert pending.logits is not None
-            assert pending.rule.scorer.mass is not None
-            pending.mass = mass_of(self.store, pending.queries, pending.logits, pending.rule.scorer.mass)
-        self._settle(pending, limits)
+        limits = self._due(rule, sure)
+        if pending.queries and rule.scorer.mass and (limits or rule.scorer.columns):
+            assert pending.softmax is not None
+            late = mass_of(self.store, pending.queries, pending.softmax, rule.scorer.mass)
+            pending.mass = late if pending.mass is None else pending.mass[:, :, : late.shape[2]] + late
+        self._settle(pending, rule, limits)
 
     def _due(self, rule: Rule, confidence: list[float] | None) -> list[tuple[int, ...]] | None:
         """Limits per row if something is over them after this forward, else None."""
@@ -238,14 +284,13 @@ class Layer:
             self.index, self._depth, self._num_layers, store.num_kv_heads, store.entry_bytes, store.batch_size
         )
 
-    def _settle(self, forward: Pending, limits: list[tuple[int, ...]] | None) -> None:
+    def _settle(self, forward: Pending, rule: Rule, limits: list[tuple[int, ...]] | None) -> None:
         """Let the scorer observe a forward, and where something is over its limit, plan."""
-        rule = forward.rule
         if limits is None and (forward.observed or not rule.scorer.columns):
             return
-        signals = self._signals(forward, limits)
+        signals = self._signals(forward, rule, limits)
         if not forward.observed:
-            signals = self._observe(forward, signals)
+            signals = self._observe(rule, signals)
         if limits is None:
             return
         plan = rule.plan(signals, limits)
@@ -254,18 +299,17 @@ class Layer:
         self.events.nan_scores = self.events.nan_scores + plan.nan_scores
         self.events.evicted += self.store.apply(plan)
 
-    def _signals(self, forward: Pending, limits: list[tuple[int, ...]] | None) -> Signals:
-        store, rule = self.store, forward.rule
+    def _signals(self, forward: Pending, rule: Rule, limits: list[tuple[int, ...]] | None) -> Signals:
+        store, queries = self.store, tuple(forward.tokens)
         position, valid = store.column("position"), store.valid()
         columns = {column.name: store.column(column.name) for column in rule.scorer.columns}
         protected = rule.protected(position, valid, self.seen, limits) if limits else ~valid
         keys = store.keys() if limits and "keys" in rule.scorer.needs else None
-        queries = torch.tensor(forward.tokens)
         return Signals(self.index, forward.step, position, valid, protected, columns, queries, forward.mass, keys)
 
-    def _observe(self, forward: Pending, signals: Signals) -> Signals:
+    def _observe(self, rule: Rule, signals: Signals) -> Signals:
         """Update the columns by a forward and return the signals with them."""
-        changed = forward.rule.scorer.observe(signals)
+        changed = rule.scorer.observe(signals)
         for name, value in changed.items():
             self.store.set_column(name, value)
         if not changed:
@@ -275,14 +319,14 @@ class Layer:
     # -- rows, masks and rollback -------------------------------------------------------------------------------
 
     def _hide(self, past: Tensor) -> None:
+        if self._pending and self._pending.queries:
+            raise InputError("attention_mask hides tokens of a prompt that is being fed in parts: leave them out")
         hidden = self.fed.hide(past)
         if hidden is None:
             return
         position = self.store.column("position").long()
         found = hidden.to(position.device)[:, None].expand(-1, position.shape[1], -1).gather(2, position)
         self.events.evicted += self.store.apply(Plan(torch.where(found, int(Tier.DROP), int(Tier.EXACT))))
-        if self.waits:  # the mass of a prompt in parts is made where the newest entries stand last
-            self.store.sort()
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Make row i a copy of what is row `rows[i]` now (beams, repeats, selections)."""
@@ -304,15 +348,15 @@ class Layer:
         if self.store.is_empty:
             return
         if count > 0:
-            if self.waits and not (self._mode.drafting or self._mode.prefilling):
+            pending = self._pending
+            if pending and (not pending.draft or MOST_DRAFTS < count < pending.columns):
                 self.settle()
             self._forget(count)
-        if not self._mode.prefilling:
-            self.settle()
+        self.settle()
 
     def _forget(self, count: int) -> None:
         if (pending := self._pending) and count >= pending.columns:
-            self._pending = None
+            self._pending, self.step = None, pending.step
         elif pending:
             pending.columns -= count
             gone = [min(count, n) for n in pending.tokens]
@@ -326,9 +370,13 @@ class Layer:
         self.store.apply(Plan(torch.where(valid & (position < end), int(Tier.EXACT), int(Tier.DROP))))
 
 
-def _joined(before: list[Tensor], now: list[Tensor], reduction: Reduction | None) -> list[Tensor]:
-    """Queries of every row over the parts of a prompt, no more than the reduction will read."""
-    if not before or reduction is None:
-        return now
-    every = [torch.cat(pair, dim=1) for pair in zip(before, now, strict=True)]
-    return every if reduction.rows == ALL_ROWS else [q[:, -reduction.rows :] for q in every]
+def _newest(q: Tensor, tokens: list[int], rows: int) -> list[Tensor]:
+    """The newest `rows` real queries of every row of q [B, H*G, Q, D], or all, as tensors of their own."""
+    counts = tokens if rows == ALL_ROWS else [min(n, rows) for n in tokens]
+    return [q[row, :, q.shape[2] - n :].clone() for row, n in enumerate(counts)]
+
+
+def _joined(before: Tensor, now: Tensor, rows: int) -> Tensor:
+    """Queries [H*G, R, D] of two parts of a prompt, the newest `rows` of them."""
+    missing = before.shape[1] if rows == ALL_ROWS else min(before.shape[1], rows - now.shape[1])
+    return torch.cat([before[:, before.shape[1] - missing :], now], dim=1) if missing > 0 else now

@@ -6,8 +6,11 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from kvstrata.kernels.attention import Logits
+from kvstrata.cache.fed import Fed
+from kvstrata.kernels.attention import Softmax
 from kvstrata.policy.policy import Rule
+
+MOST_DRAFTS = 64  # tokens that one verdict may reject
 
 
 @dataclass(slots=True)
@@ -18,6 +21,7 @@ class Mode:
     prefilling: bool = False  # the prompt's plan waits for its last part
     fed: int = 0  # columns fed when the logits came
     confidence: list[list[float]] | None = None  # [B][K] of the K newest columns of those
+    clocks: list[Fed] = field(default_factory=list[Fed])  # of all layers, which agree between forwards
 
     def confidence_at(self, fed: int) -> list[float] | None:
         """Confidence [B] after the column number `fed`, if its logits came."""
@@ -42,11 +46,13 @@ class Events:
 class Pending:
     """A forward that is not settled yet."""
 
-    rule: Rule
+    rule: Rule | None
     step: int  # number of the forward
     columns: int  # fed by it, pads included
     tokens: list[int]  # real ones of each row
     mass: Tensor | None = None
-    queries: list[Tensor] = field(default_factory=list[Tensor])  # per row [H*G, R, D], where mass is to be made later
-    logits: Logits | None = None
+    softmax: Softmax | None = None
+    queries: list[Tensor] = field(default_factory=list[Tensor])  # per row [H*G, R, D], where mass is made later
     observed: bool = False  # whether the scorer has seen it
+    draft: bool = False
+    unjudged: Rule | None = None  # the rule of a draft that turns out to be a prompt

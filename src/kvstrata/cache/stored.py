@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvstrata.kernels.attention import KernelName, Logits, attend
+from kvstrata.kernels.attention import KernelName, Softmax, attend
 from kvstrata.kernels.mass import Reduction, column_lse, column_mass
 from kvstrata.store import LayerStore
 
@@ -14,7 +14,7 @@ def attend_stored(
     store: LayerStore,
     q: Tensor,
     tokens: list[int],
-    logits: Logits,
+    softmax: Softmax,
     reduction: Reduction | None,
     own: Tensor | None,
     kernels: KernelName,
@@ -28,7 +28,7 @@ def attend_stored(
     group = q.shape[1] // store.num_kv_heads
     blocks = list(store.blocks(split_rows=split))
     if len(blocks) == 1 and not split:
-        done = attend(q, blocks[0].k, blocks[0].v, logits=logits, reduction=reduction, own=own, kernels=kernels)
+        done = attend(q, blocks[0].k, blocks[0].v, softmax=softmax, reduction=reduction, own=own, kernels=kernels)
         return done.out, done.mass
     out = q.new_zeros(*q.shape[:3], blocks[0].v.shape[-1])
     mass = _no_mass(store, q.device) if reduction else None
@@ -37,30 +37,34 @@ def attend_stored(
         if new == 0:
             continue
         heads = slice(block.heads.start * group, block.heads.stop * group)
-        part, of = q[block.rows, heads, -new:], _of_heads(logits, heads)
+        part, of = q[block.rows, heads, -new:], _of_heads(softmax, heads)
         mine = None if own is None else own[block.rows, -new:, -new:]
-        done = attend(part, block.k, block.v, logits=of, reduction=reduction, own=mine, kernels=kernels)
+        done = attend(part, block.k, block.v, softmax=of, reduction=reduction, own=mine, kernels=kernels)
         out[block.rows, heads, -new:] = done.out
         if mass is not None and done.mass is not None:
             mass[block.rows, block.heads, : block.k.shape[2]] = done.mass
     return out, mass
 
 
-def mass_of(store: LayerStore, queries: list[Tensor], logits: Logits, reduction: Reduction) -> Tensor:
-    """Mass [B, H, N] of queries that were kept until now, per row [H*G, R, D]; their entries stand last."""
+def mass_of(store: LayerStore, queries: list[Tensor], softmax: Softmax, reduction: Reduction, newer: int = 0) -> Tensor:
+    """Mass [B, H, N] of the given queries alone, per row [H*G, R, D].
+
+    Their entries stand last, but for the `newer` ones behind them that they do not see.
+    """
     mass = _no_mass(store, queries[0].device)
     group = queries[0].shape[0] // store.num_kv_heads
     for block in store.blocks(split_rows=True):
         heads = slice(block.heads.start * group, block.heads.stop * group)
-        of, q = _of_heads(logits, heads), queries[block.rows.start][None, heads]
+        of, q = _of_heads(softmax, heads), queries[block.rows.start][None, heads]
         q = q[:, :, q.shape[2] - reduction.last(q.shape[2]) :]
         if q.shape[2] == 0:
             continue
-        lse = column_lse(q, block.k, scale=of.scale, softcap=of.softcap)
+        k = block.k[:, :, : block.k.shape[2] - newer]
+        lse = column_lse(q, k, scale=of.scale, softcap=of.softcap)
         if of.sinks is not None:
             lse = torch.logaddexp(lse, of.sinks.float()[:, None])
-        part = column_mass(q, block.k, lse, scale=of.scale, softcap=of.softcap, reduction=reduction)
-        mass[block.rows, block.heads, : block.k.shape[2]] = part
+        part = column_mass(q, k, lse, scale=of.scale, softcap=of.softcap, reduction=reduction)
+        mass[block.rows, block.heads, : k.shape[2]] = part
     return mass
 
 
@@ -68,6 +72,6 @@ def _no_mass(store: LayerStore, device: torch.device) -> Tensor:
     return torch.zeros(store.batch_size, store.num_kv_heads, store.longest, device=device)
 
 
-def _of_heads(logits: Logits, heads: slice) -> Logits:
-    """The logits of some query heads only."""
-    return logits if logits.sinks is None else Logits(logits.scale, logits.softcap, logits.sinks[heads])
+def _of_heads(softmax: Softmax, heads: slice) -> Softmax:
+    """The same for some query heads only."""
+    return softmax if softmax.sinks is None else Softmax(softmax.scale, softmax.softcap, softmax.sinks[heads])

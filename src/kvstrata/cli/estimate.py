@@ -35,7 +35,7 @@ def estimate(
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...")] = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Print figures as JSON.")] = False,
 ) -> None:
-    """Say what policies will cost and save on a model: bytes exactly, time from a few layers; weights are not loaded."""
+    """Say what policies will cost and save on a model: exact bytes, and times from a few layers of random weights."""
     if dtype is not None and dtype not in DTYPES:
         raise InputError(f"dtype {dtype!r}: choose one of {', '.join(DTYPES)}")
     work = Workload(read_tokens(context), new_tokens, batch, chunk)

@@ -16,7 +16,7 @@ from transformers.masking_utils import causal_mask_function
 from kvstrata.cache import Layer
 from kvstrata.core import InputError, UnsupportedModelError
 from kvstrata.hf import compat
-from kvstrata.kernels.attention import Logits
+from kvstrata.kernels.attention import Softmax
 
 NAME = "kvstrata"
 
@@ -124,17 +124,19 @@ class LazyMask:
 
 def _read_padding(mask: Tensor, queries: int, layer: Layer) -> Padding:
     columns = layer.columns_fed + queries
-    if mask.shape[1] not in (columns, queries):
+    if mask.shape[1] != columns:
         raise InputError(
-            f"attention_mask has {mask.shape[1]} columns, but {columns} tokens were fed with these: "
-            "pass the mask of all tokens, past ones included"
+            f"attention_mask has {mask.shape[1]} columns, but {columns} tokens were fed with these: pass the mask of "
+            "all tokens, past ones included (transformers' assisted decoding feeds a filled cache its whole history "
+            "again: start it with an empty one)"
         )
     new = mask[:, -queries:].bool()
     tokens: list[int] = new.sum(dim=1).tolist()
     past = None
-    if mask.shape[1] == columns and any(layer.seen):
+    if any(layer.seen):
         known = [real + more for real, more in zip(layer.fed.real, tokens, strict=True)]
-        past = mask[:, :-queries].bool() if mask.sum(dim=1).tolist() != known else None
+        changed = any(layer.fed.hidden) or mask.sum(dim=1).tolist() != known
+        past = mask[:, :-queries].bool() if changed else None
     if min(tokens) == queries:
         return Padding(None, past)
     if bool((new[:, 1:] < new[:, :-1]).any()):
@@ -165,10 +167,12 @@ def attention_function(
     query [B, H*G, Q, D] -> out [B, Q, H*G, D].
     """
     if not isinstance(key, Handoff):
-        name = _original_name(module)
+        original = _attached.get(id(getattr(module, "config", None)))
+        name = "sdpa" if original is None else original.name
         mask = attention_mask.stock(name) if isinstance(attention_mask, LazyMask) else attention_mask
         mask = mask if mask is None else mask.to(query.device)  # nobody moved a lazy one
         attention = compat.original_attention(name, module)
+        module = module if original is None else compat.under(module, original.twin)
         return attention(module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs)
     for name in compat.REFUSED_ARGUMENTS:
         if kwargs.get(name) is not None:
@@ -177,9 +181,10 @@ def attention_function(
         raise InputError("a custom 4-D attention mask cannot follow evictions: pass the 2-D padding mask")
     padding = attention_mask.padding(query.shape[2], key.layer) if attention_mask is not None else NO_PADDING
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    logits = Logits(scale, kwargs.get(compat.SOFTCAP), _detached(kwargs.get(compat.SINKS)))
+    softmax = Softmax(scale, kwargs.get(compat.SOFTCAP), _detached(kwargs.get(compat.SINKS)))
     q, k, v = query.detach(), key.keys.detach(), value.detach()
-    out = key.layer.attend(q, k, v, padding.tokens, logits, padding.past, padding.own)
+    own = None if padding.own is None else padding.own.to(query.device)
+    out = key.layer.attend(q, k, v, padding.tokens, softmax, padding.past, own)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -192,7 +197,8 @@ class _Attachment:
     """A config that has our name on it, for as many caches as are open. Models may share one config."""
 
     config: PretrainedConfig
-    original: str | None
+    name: str | None  # the attention implementation before
+    twin: PretrainedConfig  # a copy of the config that still says so
     caches: int = 0
 
 
@@ -201,10 +207,12 @@ _attached: dict[int, _Attachment] = {}
 _lock = threading.Lock()
 
 
-def _original_name(module: torch.nn.Module) -> str | None:
-    """The attention implementation that was in force for this module before any block was opened."""
-    attachment = _attached.get(id(getattr(module, "config", None)))
-    return "sdpa" if attachment is None else attachment.original
+def _attach(config: PretrainedConfig) -> _Attachment:
+    name = compat.attention_name(config)
+    if name == NAME:  # a copy of a model made inside a block
+        name = "sdpa"
+    made = _attached[id(config)] = _Attachment(config, name, compat.renamed(config, name))
+    return made
 
 
 @contextmanager
@@ -214,7 +222,7 @@ def attached(model: PreTrainedModel) -> Generator[None]:
     with _lock:
         AttentionInterface.register(NAME, attention_function)
         AttentionMaskInterface.register(NAME, mask_function)
-        attachment = _attached.setdefault(id(config), _Attachment(config, compat.attention_name(config)))
+        attachment = _attached.get(id(config)) or _attach(config)
         attachment.caches += 1
         compat.set_attention_name(config, NAME)
     try:
@@ -223,5 +231,5 @@ def attached(model: PreTrainedModel) -> Generator[None]:
         with _lock:
             attachment.caches -= 1
             if attachment.caches == 0:
-                compat.set_attention_name(config, attachment.original)
+                compat.set_attention_name(config, attachment.name)
                 del _attached[id(config)]

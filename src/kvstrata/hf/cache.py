@@ -28,10 +28,22 @@ class StrataLayer(CacheLayerMixin):
     is_sliding = False
     supports_early_init = False
 
-    def __init__(self, layer: Layer) -> None:
+    def __init__(self, layer: Layer, engine: PolicyCache) -> None:
         super().__init__()
-        self.layer = layer
+        self.layer, self._engine = layer, engine
         self.is_open = True
+
+    @property
+    def record_past(self) -> bool:
+        """Whether new entries are tentative; transformers sets it to False when it is done with drafts."""
+        return self._engine.mode.drafting
+
+    @record_past.setter
+    def record_past(self, value: bool) -> None:
+        if value:
+            self._engine.activate_past_recording()
+        else:
+            self._engine.stop_past_recording()
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing: the store lays itself out at the first append."""
@@ -95,7 +107,9 @@ class StrataCache(Cache):
             for layer in self.strata.values():
                 layer.check(like, like)
         super().__init__(
-            layers=[StrataLayer(self.strata[i]) if i in self.strata else stock[i] for i in range(len(stock))]
+            layers=[
+                StrataLayer(self.strata[i], self.engine) if i in self.strata else stock[i] for i in range(len(stock))
+            ]
         )
 
     @property
@@ -174,8 +188,7 @@ class StrataCache(Cache):
     @property
     def confidence(self) -> list[float] | None:
         """How sure the model was at the newest column, row by row, if the policy reads logits."""
-        mode = self.engine.mode
-        return None if mode.confidence is None else [row[-1] for row in mode.confidence]
+        return self.engine.mode.confidence_at(self.get_seq_length())
 
     def entries(self, layer: int, row: int = 0, head: int = 0) -> list[int]:
         """Positions stored for one layer, row and key-value head, ascending, among the row's real tokens."""
@@ -198,6 +211,7 @@ class SignalLogits(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Read scores [B, V] and return them unchanged."""
-        if "processed-logits" in self.cache.engine.needs:
-            self.cache.engine.end_step(scores[:, None], join=self.cache.engine.mode.drafting)
+        engine = self.cache.engine
+        if "processed-logits" in engine.needs and engine.waits:  # an assistant model calls it too
+            engine.end_step(scores[:, None], join=engine.mode.drafting)
         return scores

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import sys
 import warnings
@@ -66,10 +67,28 @@ def original_attention(name: str | None, module: torch.nn.Module) -> Callable[..
     return cast(Callable[..., Any], cast(Any, ALL_ATTENTION_FUNCTIONS).get_interface(name or "eager", eager))
 
 
+def under(module: torch.nn.Module, config: PretrainedConfig) -> torch.nn.Module:
+    """The same module, parameters shared, that reads another config; some implementations look their name up there."""
+    twin = copy.copy(module)
+    twin.__dict__["config"] = config
+    return twin
+
+
+def renamed(config: PretrainedConfig, name: str | None) -> PretrainedConfig:
+    """A copy of a config under another attention implementation."""
+    twin = copy.copy(config)
+    set_attention_name(twin, name)
+    return twin
+
+
 def original_mask(name: str | None) -> Callable[..., Tensor | None]:
     """The mask function of the implementation `name`."""
     masks = cast(Any, ALL_MASK_ATTENTION_FUNCTIONS)
-    return cast("Callable[..., Tensor | None]", masks[name or "eager"])
+    return cast("Callable[..., Tensor | None]", masks.get(name or "eager", _no_mask))
+
+
+def _no_mask(**arguments: Any) -> None:
+    """What an implementation without a mask function of its own gets."""
 
 
 def check_model(model: object) -> None:

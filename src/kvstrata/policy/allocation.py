@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from typing import Literal
 
 from kvstrata.core import LayerShape, SpecError
-from kvstrata.policy.budget import Budget
+from kvstrata.policy.budget import Budget, Share
 from kvstrata.policy.confidence import LEAST, MOST
 
 RATE = Fraction(42, 100)  # share of confident steps that the authors of CONF-KV measured
@@ -29,6 +30,10 @@ class ByConfidence:
     def __post_init__(self) -> None:
         if not LEAST < self.tau < MOST:
             raise SpecError(f"tau={self.tau}: confidence runs from {LEAST} (every token alike) to {MOST}, so between")
+        if any(tight > loose for tight, loose in zip(self.high.counts, self.low.counts, strict=False)):
+            raise SpecError(
+                f"high={self.high} is more than low={self.low}: high is for confident steps, which need fewer tokens"
+            )
 
     @property
     def needs(self) -> frozenset[str]:
@@ -46,8 +51,11 @@ class ByConfidence:
         return level.limits(seen, confidence, shape)
 
     def around(self, mean: Budget) -> ByConfidence:
-        """Levels with low = 2 high and rate * high + (1 - rate) * low = mean."""
+        """Levels with low = 2 high and rate * high + (1 - rate) * low = mean; low is all where that is less."""
         unit = 1 / (2 - self.rate)
+        if isinstance(mean, Share) and 2 * unit * mean.fraction > 1:
+            tight = Share((mean.fraction - 1 + self.rate) / self.rate)
+            return ByConfidence(tight, Share(Fraction(1)), self.tau, self.signal, self.rate)
         return ByConfidence(mean.scaled(unit), mean.scaled(2 * unit), self.tau, self.signal, self.rate)
 
     def scaled(self, factor: Fraction) -> ByConfidence:
@@ -85,12 +93,10 @@ class Falling:
 
     def limits(self, seen: int, confidence: float, shape: LayerShape) -> tuple[int, ...]:
         """Less for deeper layers."""
-        layers = shape.num_layers
-        factor = self.beta ** (shape.depth / layers)
+        base, layers = self.base.limits(seen, confidence, shape), shape.num_layers
         if self.mean:
-            factor *= layers / sum(self.beta ** (depth / layers) for depth in range(layers))
-        least = 1 if self.mean else self.at_least
-        return tuple(max(least, int(n * factor)) for n in self.base.limits(seen, confidence, shape))
+            return tuple(_falling_shares(n, seen, layers, self.beta)[shape.depth] for n in base)
+        return tuple(max(self.at_least, int(n * self.beta ** (shape.depth / layers))) for n in base)
 
     def around(self, mean: Budget) -> Falling:
         """The base around `mean`, which the layers then have on average."""
@@ -99,6 +105,19 @@ class Falling:
     def scaled(self, factor: Fraction) -> Falling:
         """Everything scaled."""
         return Falling(self.base.scaled(factor), self.beta, max(1, int(self.at_least * factor)), self.mean)
+
+
+@lru_cache(maxsize=256)
+def _falling_shares(mean: int, seen: int, layers: int, beta: float) -> tuple[int, ...]:
+    """`mean` tokens a layer in parts that fall by beta over depth; what a layer cannot use goes to the others."""
+    if mean >= seen:
+        return (mean,) * layers
+    weights = [beta ** (depth / layers) for depth in range(layers)]
+    full, left = 0, float(mean * layers)  # the first layers are full
+    while full < layers and weights[full] * left / sum(weights[full:]) > seen:
+        full, left = full + 1, left - seen
+    rest = sum(weights[full:])
+    return tuple(seen if depth < full else max(1, int(w * left / rest + 1e-9)) for depth, w in enumerate(weights))
 
 
 @dataclass(frozen=True, slots=True)

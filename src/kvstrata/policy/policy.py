@@ -41,6 +41,10 @@ class Rule:
                     "raise the budget or protect fewer"
                 )
 
+    def around(self, budget: Budget) -> Rule:
+        """The same rule with `budget` on average."""
+        return replace(self, budget=self.budget.around(budget))
+
     @property
     def needs(self) -> frozenset[str]:
         """Every optional signal read: "mass", "keys", "logits", "processed-logits"."""
@@ -156,7 +160,7 @@ class Policy:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Every optional signal that some scorer of the policy reads."""
+        """Every optional signal that some rule of the policy reads."""
         rules = [rule for entry in self.table for rule in (entry.prefill, entry.decode) if rule]
         return frozenset().union(*(rule.needs for rule in rules))
 
@@ -165,7 +169,7 @@ class Policy:
 
         A budget that depends on confidence or depth keeps its form and takes `budget` as its mean.
         """
-        return self._map(lambda rule: replace(rule, budget=rule.budget.around(budget)))
+        return self._map(lambda rule: rule.around(budget))
 
     def with_protect(self, sinks: int | None = None, recent: int | None = None) -> Policy:
         """The same policy with explicit protected tokens in place of the preset's; None leaves a part as it is."""

@@ -139,8 +139,8 @@ def scissorhands(
 
 @PRESETS.add("confkv")
 def confkv(
-    high: Budget = TIGHT,
-    low: Budget = LOOSE,
+    high: Budget | None = None,
+    low: Budget | None = None,
     budget: Budget | None = None,
     tau: float = 0.7,
     alpha: float = 0.65,
@@ -154,15 +154,15 @@ def confkv(
 
     Constants of the WikiText runs: 128 and 256 tokens, the newest 32 protected. `budget` asks for a mean instead.
     """
-    levels = ByConfidence(high, low, tau, signal_logits)
-    levels = levels if budget is None else levels.around(budget)
-    return _both("confkv", Rule(_ema_and_recency(alpha, decay), levels, SHARED, protect=NEWEST_32), room, sinks, recent)
+    levels = _levels(high, low, budget, tau, signal_logits)
+    rule = Rule(_ema_and_recency(alpha, decay), levels, SHARED, protect=NEWEST_32)
+    return _both("confkv", rule if budget is None else rule.around(budget), room, sinks, recent)
 
 
 @PRESETS.add("confkv-l")
 def confkv_l(
-    high: Budget = TIGHT,
-    low: Budget = LOOSE,
+    high: Budget | None = None,
+    low: Budget | None = None,
     budget: Budget | None = None,
     tau: float = 0.7,
     alpha: float = 0.65,
@@ -175,10 +175,17 @@ def confkv_l(
     signal_logits: Literal["raw", "processed"] = "raw",
 ) -> Policy:
     """CONF-KV with budgets that fall over depth: N * beta^(l / L), never under `at_least` (CONF-KV-L)."""
-    levels = Falling(ByConfidence(high, low, tau, signal_logits), beta, at_least)
-    levels = levels if budget is None else levels.around(budget)
+    levels = Falling(_levels(high, low, budget, tau, signal_logits), beta, at_least)
     rule = Rule(_ema_and_recency(alpha, decay), levels, SHARED, protect=NEWEST_32)
-    return _both("confkv-l", rule, room, sinks, recent)
+    return _both("confkv-l", rule if budget is None else rule.around(budget), room, sinks, recent)
+
+
+def _levels(
+    high: Budget | None, low: Budget | None, budget: Budget | None, tau: float, signal: Literal["raw", "processed"]
+) -> ByConfidence:
+    if budget is not None and (high or low):
+        raise SpecError("give budget= (a mean) or high= and low=, not both")
+    return ByConfidence(high or TIGHT, low or LOOSE, tau, signal)
 
 
 def _ema_and_recency(alpha: float, decay: float) -> Mix:

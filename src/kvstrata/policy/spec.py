@@ -20,6 +20,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping
+from math import isfinite
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args, get_type_hints
 
@@ -187,7 +188,10 @@ def _part(value: object, where: str) -> Part:
     _only(table, ("weight", "scorer"), where)
     if len(table) != 2:
         raise SpecError(f"{where}: every part needs a weight and a scorer")
-    return Part(float(table["weight"]), _scorer(table["scorer"], where))
+    weight = table["weight"]
+    if not isinstance(weight, int | float) or not isfinite(weight):
+        raise SpecError(f"{where}: weight={weight!r} is not a number")
+    return Part(float(weight), _scorer(table["scorer"], where))
 
 
 def _options(text: str) -> dict[str, str]:

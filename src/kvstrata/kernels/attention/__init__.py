@@ -2,7 +2,7 @@
 
 One contract, several implementations (`reference`, `exact`):
 
-    attend(q, k, v, *, logits, reduction, own) -> Attended
+    attend(q, k, v, *, softmax, reduction, own) -> Attended
 
     q [B, H*G, Q, D], k [B, H, N, D] and v [B, H, N, Dv] with N >= Q: the last Q keys are the queries' own, so query i
     sees keys 0 .. N-Q+i; or all that came before and, of the queries' own, those that `own` [B, Q, Q] bool names
@@ -19,7 +19,7 @@ from typing import Literal
 from torch import Tensor
 
 from kvstrata.kernels.attention import exact, ref
-from kvstrata.kernels.attention.ref import Logits
+from kvstrata.kernels.attention.ref import Softmax
 from kvstrata.kernels.mass import Reduction
 
 KernelName = Literal["reference", "exact"]
@@ -51,13 +51,13 @@ def attend(
     k: Tensor,
     v: Tensor,
     *,
-    logits: Logits,
+    softmax: Softmax,
     reduction: Reduction | None = None,
     own: Tensor | None = None,
     kernels: KernelName = "reference",
 ) -> Attended:
     """Attend with the named implementation; see the module docstring for shapes."""
-    return Attended(*_IMPLEMENTATIONS[kernels](q, k, v, logits=logits, reduction=reduction, own=own))
+    return Attended(*_IMPLEMENTATIONS[kernels](q, k, v, softmax=softmax, reduction=reduction, own=own))
 
 
-__all__ = ["KERNELS", "Attended", "KernelName", "Logits", "attend"]
+__all__ = ["KERNELS", "Attended", "KernelName", "Softmax", "attend"]

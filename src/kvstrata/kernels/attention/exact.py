@@ -12,17 +12,17 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvstrata.kernels.attention import ref
-from kvstrata.kernels.attention.ref import Logits
+from kvstrata.kernels.attention.ref import Softmax
 from kvstrata.kernels.mass import Reduction, column_lse, column_mass
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, *, logits: Logits, reduction: Reduction | None, own: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, *, softmax: Softmax, reduction: Reduction | None, own: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return (out, lse, mass) as `kernels.attention` words it."""
-    if logits.softcap is not None or logits.sinks is not None:
-        return ref.attend(q, k, v, logits=logits, reduction=reduction, own=own)
-    queries, past, group, scale = q.shape[2], k.shape[2] - q.shape[2], q.shape[1] // k.shape[1], logits.scale
+    if softmax.softcap is not None or softmax.sinks is not None:
+        return ref.attend(q, k, v, softmax=softmax, reduction=reduction, own=own)
+    queries, past, group, scale = q.shape[2], k.shape[2] - q.shape[2], q.shape[1] // k.shape[1], softmax.scale
     if own is None and (past == 0 or queries == 1):
         out = scaled_dot_product_attention(q, k, v, is_causal=queries > 1, scale=scale, enable_gqa=group > 1)
     else:
@@ -35,7 +35,7 @@ def attend(
         return out, None, None
     rows = reduction.last(queries)
     if own is not None:
-        return out, *ref.attend(q, k, v, logits=logits, reduction=reduction, own=own)[1:]
+        return out, *ref.attend(q, k, v, softmax=softmax, reduction=reduction, own=own)[1:]
     tail = q[:, :, -rows:]
     lse = column_lse(tail, k, scale=scale)
     return out, lse, column_mass(tail, k, lse, scale=scale, reduction=reduction)

@@ -30,12 +30,12 @@ class Reduction:
         return queries if self.rows == ALL_ROWS else min(self.rows, queries)
 
     def __call__(self, p: Tensor, keys_seen: Tensor, age: Tensor) -> Tensor:
-        """p [B, H, G, R, N], keys_seen and age (0 is the newest query) [R] -> [B, H, N]."""
+        """p [B, H, G, R, N], keys_seen [1|B, 1, R], age (0 is the newest query) [R] -> [B, H, N]."""
         if not self.counts and self.decay == 1.0:
             return p.sum(dim=(2, 3)).div_(p.shape[2])
         mean = p.mean(dim=2)
         if self.counts:
-            mean = (mean * keys_seen[:, None] > 1.0).float()
+            mean = (mean * keys_seen[..., None] > 1.0).float()
         return mean.mul_(self.decay ** age.float()[:, None]).sum(dim=2)
 
 
@@ -89,13 +89,14 @@ def column_mass(
     group, rows = q.shape[1] // heads, q.shape[2]
     mass = torch.zeros(batch, heads, keys, dtype=torch.float32, device=q.device)
     seen = torch.arange(keys - rows + 1, keys + 1, device=q.device)
+    counted = seen[None, None] if own is None else keys - own.shape[2] + own.sum(dim=-1)[:, None]
     k = k.float()
     for start, stop in query_blocks(rows, q.shape[0] * q.shape[1] * keys):
         first, end = keys - rows + start, keys if own is not None else keys - rows + stop
         part = None if own is None else own[:, start:stop]
         scores = block_scores(q[:, :, start:stop], k[:, :, :end], first, scale, softcap, part)
         scores -= lse.reshape(batch, heads, group, rows)[..., start:stop, None]
-        mass[:, :, :end] += reduction(scores.exp_(), seen[start:stop], keys - seen[start:stop])
+        mass[:, :, :end] += reduction(scores.exp_(), counted[..., start:stop], keys - seen[start:stop])
     return mass
 
 

@@ -29,7 +29,9 @@ def _added(signals: Signals, name: str, keep: float, gain: float) -> Mapping[str
     column = signals.columns[name]
     mass = _mass(signals, column.shape[1])
     if keep != 1.0:
-        column = column * keep ** signals.queries.to(column.device).float()[:, None, None]
+        faded = [keep**queries for queries in signals.queries]
+        alike = len(set(faded)) == 1
+        column = column * (faded[0] if alike else torch.tensor(faded, device=column.device)[:, None, None])
     return {name: column + (mass if gain == 1.0 else mass * gain)}
 
 
