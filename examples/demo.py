@@ -1,6 +1,6 @@
 """The demo: a real model reads a chapter under several policies at one mean byte budget, beside the full cache.
 
-python examples/demo.py                 3,072 tokens, 160 steps, six policies; writes demo.png
+python examples/demo.py                 3,072 tokens, 160 steps, seven policies; writes demo.png
 python examples/demo.py --short         a quick form for continuous integration
 """
 
@@ -19,7 +19,7 @@ import matplotlib.pyplot as plt
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from kvstrata.bench.compare import Trace, run_policy, run_reference, warm_up
+from kvstrata.bench.compare import Reference, Trace, run_policy, run_reference, warm_up
 from kvstrata.bench.measure import provenance
 from kvstrata.cli.tables import MIB, comparison
 from kvstrata.hf.models import load_model
@@ -27,8 +27,9 @@ from kvstrata.policy import Policy, parse_policy
 from kvstrata.policy.budget import ByteBudget
 
 TEXT = Path(__file__).parent / "pride-and-prejudice-41.txt"
-POLICIES = ("window", "streaming", "h2o", "tova", "snapkv")
+POLICIES = ("window", "streaming", "h2o", "tova", "snapkv", "confkv")
 SHARE = 0.25  # of the full cache's mean bytes
+TAU = 0.7  # CONF-KV's threshold of confidence
 ROOM = 16  # evicting policies make room for this many tokens at a time
 
 
@@ -49,7 +50,7 @@ def main() -> None:
         traces = [reference.trace]
         for name in POLICIES:
             progress.update(task, description=name)
-            policy = at_mean_bytes(name, reference.trace, ids.shape[1], steps)
+            policy = at_mean_bytes(name, reference, ids.shape[1], steps, model.config.num_hidden_layers)
             traces.append(run_policy(model, ids, policy, reference, name, lambda: progress.advance(task)))
     rows = [trace.summary(reference.trace) for trace in traces]
     title = (
@@ -64,30 +65,57 @@ def main() -> None:
     check(rows)
 
 
-def at_mean_bytes(name: str, full: Trace, prompt: int, steps: int) -> Policy:
+def at_mean_bytes(name: str, reference: Reference, prompt: int, steps: int, layers: int) -> Policy:
     """The preset with a byte budget such that its mean live bytes are SHARE of the full cache's.
 
     A policy that does not evict while decoding grows by one token a step, so it starts half of the growth lower; one
-    that makes room evicts below its budget, which is set half of the room higher.
+    that makes room evicts below its budget, which is set half of the room higher. The levels of confkv follow from
+    the confidence that the full cache had at every step.
     """
+    full = reference.trace
     budget, token = SHARE * sum(full.live) / len(full.live), full.live[0] / (prompt + 1)
     policy = parse_policy(name)
+    if name == "confkv":
+        entry = token + layers * sum(column.nbytes for column in policy.columns(0))
+        return by_confidence(reference.confidence, prompt, budget / entry)
     if policy.rule(0, "decode") is None:
         return policy.with_budget(ByteBudget(int(budget - token * (steps + 1) / 2)))
     return policy.with_room(ROOM).with_budget(ByteBudget(int(budget + token * (ROOM - 1) / 2)))
 
 
+def by_confidence(sure: list[float], prompt: int, mean: float) -> Policy:
+    """CONF-KV with low = 2 high, so that `mean` tokens are held on average if confidence is as given."""
+
+    def held(high: int) -> float:
+        length, total = prompt, 0
+        for step, c in enumerate(sure):
+            length = min(length + (step > 0), high if c >= TAU else 2 * high)
+            total += length * (step > 0)
+        return total / (len(sure) - 1)
+
+    high = max(range(1, prompt), key=lambda n: -abs(held(n) - mean))
+    return parse_policy(f"confkv:high={high},low={2 * high},tau={TAU}")
+
+
 def figure(traces: list[Trace], path: Path) -> None:
-    """Live bytes over the steps, and agreement by policy."""
-    fig, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    """Live bytes over the steps, the sawtooth of confkv with the confidence under it, and agreement by policy."""
+    rows = [["memory", "same"], ["teeth", "same"], ["sure", "same"]]
+    fig, axes = plt.subplot_mosaic(rows, figsize=(11, 7), height_ratios=[2, 1, 1], layout="constrained")
     for trace in traces:
-        left.plot([n / MIB for n in trace.live], label=trace.policy)
-    left.set(xlabel="decode step", ylabel="live KV bytes, MiB", ylim=(0, None), title="Memory")
-    left.legend()
+        axes["memory"].plot([n / MIB for n in trace.live], label=trace.policy)
+    axes["memory"].set(ylabel="live KV bytes, MiB", ylim=(0, None), title="Memory")
+    axes["memory"].legend(ncols=2)
+    confkv = next(trace for trace in traces if trace.confidence)
+    axes["teeth"].plot([n / MIB for n in confkv.live], color="tab:pink")
+    axes["teeth"].set(ylabel="MiB", title="confkv: grows while unsure, is cut when sure")
+    axes["sure"].plot(confkv.confidence, color="tab:gray")
+    axes["sure"].axhline(TAU, color="black", linestyle="--", label=f"tau {TAU}")
+    axes["sure"].set(xlabel="decode step", ylabel="confidence")
+    axes["sure"].legend()
     others = traces[1:]
-    bars = right.bar([t.policy for t in others], [100 * sum(t.top1) / len(t.top1) for t in others], color="tab:blue")
-    right.bar_label(bars, fmt="%.0f")
-    right.set(ylabel="same next token as the full cache, %", ylim=(0, 105), title="Agreement")
+    bars = axes["same"].bar([t.policy for t in others], [100 * sum(t.top1) / len(t.top1) for t in others])
+    axes["same"].bar_label(bars, fmt="%.0f")
+    axes["same"].set(ylabel="same next token as the full cache, %", ylim=(0, 105), title="Agreement")
     fig.savefig(path, dpi=130)
 
 

@@ -21,6 +21,7 @@ from kvstrata.bench.measure import process_peak, restart_process_peak
 from kvstrata.hf import StrataCache, compress
 from kvstrata.hf.compat import CACHE_KEYWORD
 from kvstrata.policy import Policy, parse_policy
+from kvstrata.policy.confidence import confidence
 from kvstrata.store import Bytes
 
 Tick = Callable[[], object]
@@ -37,6 +38,7 @@ class Trace:
     held: list[int] = field(default_factory=list[int])
     kl: list[float] = field(default_factory=list[float])  # KL(full || policy), nats
     top1: list[bool] = field(default_factory=list[bool])  # whether both would take the same token
+    confidence: list[float] = field(default_factory=list[float])  # of each step, where the policy reads logits
     peak: Bytes = Bytes()
     process_peak: int = 0
 
@@ -63,6 +65,7 @@ class Reference:
 
     tokens: Tensor
     log_probs: Tensor
+    confidence: list[float]  # after the prompt and after each step
     trace: Trace
 
 
@@ -70,15 +73,17 @@ def run_reference(model: PreTrainedModel, ids: Tensor, steps: int, tick: Tick = 
     """Generate `steps` tokens greedily after ids [1, T] with the full cache, under kvstrata."""
     tokens: list[int] = []
     log_probs: list[Tensor] = []
+    sure: list[float] = []
 
     def choose(step: int, logits: Tensor) -> int:
+        sure.append(float(confidence(logits)))
         if step:
             log_probs.append(logits.float().log_softmax(dim=-1))
         tokens.append(int(logits.argmax()))
         return tokens[-1]
 
     trace = _run(model, ids, parse_policy("full"), steps, choose, tick)
-    return Reference(torch.tensor(tokens[:steps]), torch.stack(log_probs), trace)
+    return Reference(torch.tensor(tokens[:steps]), torch.stack(log_probs), sure, trace)
 
 
 def run_policy(
@@ -133,6 +138,8 @@ def _run(
             trace.step_ms.append((time.perf_counter() - start) * 1e3)
             trace.live.append(cache.nbytes.live)
             trace.held.append(cache.nbytes.held)
+            if sure := cache.confidence:
+                trace.confidence.append(sure[0])
             tick()
         choose(steps, logits)
         trace.peak = cache.account.peak

@@ -7,6 +7,7 @@ import sys
 import typer
 from rich.console import Console
 
+from kvstrata.cli.doctor import doctor
 from kvstrata.cli.estimate import estimate
 from kvstrata.cli.ls import ls
 from kvstrata.cli.run import run
@@ -15,6 +16,7 @@ from kvstrata.core import KvstrataError
 app = typer.Typer(help="Key-value-cache compression that really frees memory.", no_args_is_help=True)
 app.command()(run)
 app.command()(estimate)
+app.command()(doctor)
 app.command()(ls)
 
 
