@@ -126,9 +126,8 @@ def _read_padding(mask: Tensor, queries: int, layer: Layer) -> Padding:
     columns = layer.columns_fed + queries
     if mask.shape[1] != columns:
         raise InputError(
-            f"attention_mask has {mask.shape[1]} columns, but {columns} tokens were fed with these: pass the mask of "
-            "all tokens, past ones included (transformers' assisted decoding feeds a filled cache its whole history "
-            "again: start it with an empty one)"
+            f"attention_mask has {mask.shape[1]} columns, but {columns} tokens were fed with these: "
+            "pass the mask of all tokens, past ones included"
         )
     new = mask[:, -queries:].bool()
     tokens: list[int] = new.sum(dim=1).tolist()
