@@ -2,14 +2,22 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+OLD := .venv-oldest
+OLDEST := 5.17.0
 
-.PHONY: demo demo-short test check model slow clean
+.PHONY: demo demo-short test check model slow oldest docs clean
 .DEFAULT_GOAL := test
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[demo,dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[demo,docs,dev]'
+	touch $@
+
+$(OLD)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(OLD)
+	$(OLD)/bin/python -m pip install --quiet --upgrade pip
+	$(OLD)/bin/python -m pip install --quiet -c constraints.txt -e '.[demo,dev]' 'transformers==$(OLDEST)'
 	touch $@
 
 demo: $(VENV)/installed  ## A real model under several policies beside the full cache; writes demo.png
@@ -32,5 +40,11 @@ model: $(VENV)/installed  ## Tests on the demo model, which they fetch
 slow: $(VENV)/installed  ## Tests that take minutes
 	$(BIN)/python -m pytest -m slow
 
+oldest: $(OLD)/installed  ## The contract tests on the oldest transformers
+	$(OLD)/bin/python -m pytest -n 2 -p no:cacheprovider tests/contract
+
+docs: $(VENV)/installed  ## The documentation site, strictly, in build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 clean:
-	rm -rf $(VENV) build .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLD) build .pytest_cache .ruff_cache .hypothesis
