@@ -31,7 +31,7 @@ def test_the_table_says_whether_it_pays(folder):
     done = kvstrata(
         "estimate", "--model", folder, "--context", 20, "--no-time", "--new-tokens", 1, "--policy", "window:budget=20"
     )
-    assert "weights dominate, so it hardly pays" in done.stdout
+    assert "weights dominate, so it hardly pays" in " ".join(done.stdout.split())
 
 
 def test_times_are_measured_on_a_few_layers(folder):

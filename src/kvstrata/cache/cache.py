@@ -70,7 +70,7 @@ class PolicyCache:
         if self.mode.prefilling:
             raise InputError("a prompt is being fed already: end that prefilling() block first")
         self.settle()
-        self.mode.prefilling = True
+        self.mode.prefilling, self.mode.prompt_start = True, next(iter(self.layers.values())).columns_fed
         try:
             yield
         finally:

@@ -71,7 +71,7 @@ class Layer:
 
     @property
     def waits(self) -> bool:
-        """Whether a forward is not settled yet."""
+        """Whether a forward is not settled yet: drafts, a prompt in parts, or a step whose logits are to come."""
         return self._pending is not None
 
     def entries(self, row: int = 0, head: int = 0) -> list[int]:
@@ -180,8 +180,6 @@ class Layer:
         """Attend, and put everything else off until the verdict: mass is made of the queries that will be left then."""
         out = self._attend(q, tokens, softmax, None, own)[0]
         prompt = self.rules["prefill"] if q.shape[2] > PREFILL_ABOVE else None
-        if rule is None and prompt is None:
-            return out
         this = Pending(rule, self.step, q.shape[2], tokens, softmax=softmax, draft=True, unjudged=prompt)
         reductions = {r.scorer.mass for r in (rule, prompt) if r and r.scorer.mass}
         every = any(reduction.rows == ALL_ROWS for reduction in reductions)
@@ -319,7 +317,7 @@ class Layer:
     # -- rows, masks and rollback -------------------------------------------------------------------------------
 
     def _hide(self, past: Tensor) -> None:
-        if self._pending and self._pending.queries:
+        if self._mode.prefilling and self.columns_fed > self._mode.prompt_start:
             raise InputError("attention_mask hides tokens of a prompt that is being fed in parts: leave them out")
         hidden = self.fed.hide(past)
         if hidden is None:

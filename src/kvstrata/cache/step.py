@@ -19,6 +19,7 @@ class Mode:
 
     drafting: bool = False  # new entries are tentative until crop
     prefilling: bool = False  # the prompt's plan waits for its last part
+    prompt_start: int = 0  # columns fed before that prompt
     fed: int = 0  # columns fed when the logits came
     confidence: list[list[float]] | None = None  # [B][K] of the K newest columns of those
     clocks: list[Fed] = field(default_factory=list[Fed])  # of all layers, which agree between forwards
