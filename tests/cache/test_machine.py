@@ -16,7 +16,7 @@ from itertools import accumulate
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine as StateMachine
 from hypothesis.stateful import initialize, invariant, precondition, rule, run_state_machine_as_test

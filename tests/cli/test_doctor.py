@@ -1,3 +1,4 @@
+import copy
 import json
 
 import pytest
@@ -58,10 +59,6 @@ def test_families_with_layers_passed_through(name):
 
 def test_a_model_too_large_to_double_is_measured_by_its_own_noise(monkeypatch):
     monkeypatch.setattr("kvstrata.bench.doctor.MOST_DOUBLED", 0)
-    model = family("llama").to(torch.bfloat16)
-    try:
-        found = diagnose(model, prompt(50))
-    finally:
-        model.float()
+    found = diagnose(copy.deepcopy(family("llama")).to(torch.bfloat16), prompt(50))
     assert found.baseline == "what chunks change without kvstrata"
     assert all(check.allowed > 0 for check in found.checks if "exact" not in check.name)
