@@ -107,7 +107,10 @@ def figure(traces: list[Trace], path: Path) -> None:
     axes["memory"].legend(ncols=2)
     confkv = next(trace for trace in traces if trace.confidence)
     axes["teeth"].plot([n / MIB for n in confkv.live], color="tab:pink")
-    axes["teeth"].set(ylabel="MiB", title="confkv: grows while unsure, is cut when sure")
+    later = [n / MIB for n in confkv.live[len(confkv.live) // 8 :]]  # the first cut, from low, would flatten the rest
+    margin = max(later) - min(later) + 0.01
+    axes["teeth"].set(ylim=(min(later) - margin, max(later) + margin))
+    axes["teeth"].set(ylabel="MiB", title="confkv, closer: grows while unsure, is cut when sure")
     axes["sure"].plot(confkv.confidence, color="tab:gray")
     axes["sure"].axhline(TAU, color="black", linestyle="--", label=f"tau {TAU}")
     axes["sure"].set(xlabel="decode step", ylabel="confidence")
