@@ -76,3 +76,9 @@ def test_ls_lists_every_preset_with_its_options():
     assert "window=32" in rows["snapkv"]["options"]
     assert "arXiv" in rows["h2o"]["about"]
     assert "window-mass" in kvstrata("ls", "scorers").stdout
+
+
+def test_one_token_has_no_time_per_token(folder):
+    options = ("--model", folder, "--prompt", PROMPT, "--max-new-tokens", 1)
+    assert json.loads(kvstrata("run", *options, "--json").stdout)["ms_per_token"] is None
+    assert "ms/token" not in kvstrata("run", *options).stderr

@@ -107,6 +107,17 @@ def test_prefill_chunk_size_of_generate():
 
 
 @pytest.mark.parametrize("name", ALL)
+def test_prefill_chunk_size_of_generate_is_feeding_in_chunks(name):
+    model = tiny()
+    with kvstrata.compress(model, spec(name, 14)) as cache:
+        out = model.generate(prompt(40), **kv(cache), max_new_tokens=6, do_sample=False, prefill_chunk_size=20)
+    with kvstrata.compress(model, spec(name, 14)) as by_hand:
+        logits = feed(model, out[:, :-1], by_hand, (20, 20))
+    assert torch.equal(out[:, 40:], logits[:, 39:].argmax(-1))
+    assert all(cache.entries(layer) == by_hand.entries(layer) for layer in range(3))
+
+
+@pytest.mark.parametrize("name", ALL)
 def test_logical_length_is_what_was_fed(name):
     model, ids = tiny(), prompt(60)
     with kvstrata.compress(model, spec(name, 12)) as cache:

@@ -143,24 +143,29 @@ class _Meter(BaseStreamer):
             return
         self._times.append(time.perf_counter())
         self.tokens += value.flatten().tolist()
-        text = cast(str, self._tokenizer.decode(self.tokens, skip_special_tokens=True))
-        if not text.endswith("\ufffd"):  # in the middle of a character
-            if self._plain:
-                print(text[len(self.text) :], end="", flush=True)
-            self.text = text
+        self._show(final=False)
         if self.live:
             self.live.update(Group(Text(self.text[-TAIL:]), Text(self.line(), style="dim")))
 
+    def _show(self, final: bool) -> None:
+        """Take the text so far, but for a character of which only a part is there."""
+        text = cast(str, self._tokenizer.decode(self.tokens, skip_special_tokens=True))
+        if final or not text.endswith("\ufffd"):
+            if self._plain:
+                print(text[len(self.text) :], end="", flush=True)
+            self.text = text
+
     def end(self) -> None:
-        """Close the line."""
+        """Show what is left and close the line."""
+        self._show(final=True)
         if self._plain:
             print()
 
     @property
-    def ms_per_token(self) -> float:
-        """Median over the decode steps."""
+    def ms_per_token(self) -> float | None:
+        """Median over the decode steps, if there were any."""
         gaps = sorted(b - a for a, b in zip(self._times[1:], self._times[2:], strict=False))
-        return gaps[len(gaps) // 2] * 1e3 if gaps else float("nan")
+        return gaps[len(gaps) // 2] * 1e3 if gaps else None
 
     @property
     def prefill_s(self) -> float:
@@ -171,9 +176,10 @@ class _Meter(BaseStreamer):
         """Memory and speed now."""
         account, full = self._cache.account, self._cache.engine.full_bytes
         live, held, peak = (human_bytes(n) for n in (account.now.live, account.now.held, account.peak.held))
+        speed = "" if self.ms_per_token is None else f" · {self.ms_per_token:.0f} ms/token"
         return (
             f"{len(self.tokens)} tokens · KV {live} live, {account.now.live / max(1, full):.0%} of full "
-            f"({held} held, peak {peak}) · prefill {self.prefill_s:.1f} s · {self.ms_per_token:.0f} ms/token"
+            f"({held} held, peak {peak}) · prefill {self.prefill_s:.1f} s{speed}"
         )
 
 
