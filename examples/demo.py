@@ -17,11 +17,10 @@ import matplotlib as mpl
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kvstrata.bench.compare import Reference, Trace, run_policy, run_reference, warm_up
 from kvstrata.bench.measure import provenance
-from kvstrata.cli.tables import MIB, comparison
+from kvstrata.cli.tables import MIB, comparison, progress_bar
 from kvstrata.hf.models import load_model
 from kvstrata.policy import Policy, parse_policy
 from kvstrata.policy.budget import ByteBudget
@@ -42,8 +41,7 @@ def main() -> None:
     limit, steps = (700, 24) if options.short else (3072, 160)
     model, tokenizer = load_model(None, "float32", "cpu", Console(stderr=True))
     ids = tokenizer(TEXT.read_text(encoding="utf-8"), return_tensors="pt")["input_ids"][:, :limit]
-    bars = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    with Progress(*bars, console=Console(stderr=True), transient=True) as progress:
+    with progress_bar() as progress:
         task = progress.add_task("full", total=(len(POLICIES) + 1) * steps)
         warm_up(model, ids)
         reference = run_reference(model, ids, steps, lambda: progress.advance(task))

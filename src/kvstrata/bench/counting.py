@@ -17,7 +17,7 @@ from kvstrata.cache.step import Mode
 from kvstrata.core import Column, Signals
 from kvstrata.kernels.attention import Softmax
 from kvstrata.kernels.mass import Reduction
-from kvstrata.policy.policy import Policy, Rule
+from kvstrata.policy.policy import Policy
 from kvstrata.policy.scorers import Stateless
 from kvstrata.store import Account, Bytes, LayerStore
 from kvstrata.store.segments import Segments
@@ -122,8 +122,7 @@ def count_bytes(
             runs[key] = _trace(policy, shape, depth, layer, lengths, batch, confidence)
         traces.append(runs[key])
         tick()
-    waits = any(rule and rule.at_step_end for entry in policy.table for rule in (entry.prefill, entry.decode))
-    return _bill(traces, len(lengths) - max(0, new_tokens - 1), waits)
+    return _bill(traces, len(lengths) - max(0, new_tokens - 1), policy.at_step_end)
 
 
 def _chunks(context: int, chunk: int | None) -> list[int]:
@@ -162,45 +161,20 @@ def _trace(
 
 
 def _stand_in(policy: Policy) -> Policy:
-    def change(rule: Rule | None) -> Rule | None:
-        return rule and replace(rule, scorer=_Stand(rule.scorer.columns))
-
-    return replace(
-        policy,
-        table=tuple(
-            replace(entry, prefill=change(entry.prefill), decode=change(entry.decode)) for entry in policy.table
-        ),
-    )
+    return policy.map_rules(lambda rule: replace(rule, scorer=_Stand(rule.scorer.columns)))
 
 
 def _bill(traces: list[list[_Forward]], prompt_forwards: int, waits: bool) -> Bill:
     """Add layers up; within a forward they grow one after the other, or all of them before the first plan."""
-    nothing = [Bytes()] * len(traces)
-    peak, before, after_prompt = Bytes(), nothing, Bytes()
+    peak, after_prompt, before = Bytes(), Bytes(), [Bytes()] * len(traces)
+    now = Bytes()
     for number, forwards in enumerate(zip(*traces, strict=True)):
-        after = nothing if not forwards else [forward.after for forward in forwards]
-        now = _sum(before)
-        grown = _sum(before)
-        for layer, forward in enumerate(forwards):
-            last = grown if waits else now
-            peak = _most(peak, _plus(last, forward.most, before[layer]))
-            grown = _plus(grown, forward.most, before[layer])
-            now = _plus(now, forward.after, before[layer])
-        before = after
+        grown = now
+        for old, forward in zip(before, forwards, strict=True):
+            peak = peak.most((grown if waits else now).swapped(old, forward.most))
+            grown = grown.swapped(old, forward.most)
+            now = now.swapped(old, forward.after)
+        before = [forward.after for forward in forwards]
         if number == prompt_forwards - 1:
             after_prompt = now
-    return Bill(after_prompt, _sum(before), peak)
-
-
-def _sum(parts: list[Bytes]) -> Bytes:
-    return Bytes(sum(p.live for p in parts), sum(p.held for p in parts), sum(p.reserved for p in parts))
-
-
-def _plus(total: Bytes, new: Bytes, old: Bytes) -> Bytes:
-    return Bytes(
-        total.live + new.live - old.live, total.held + new.held - old.held, total.reserved + new.reserved - old.reserved
-    )
-
-
-def _most(a: Bytes, b: Bytes) -> Bytes:
-    return Bytes(max(a.live, b.live), max(a.held, b.held), max(a.reserved, b.reserved))
+    return Bill(after_prompt, now, peak)

@@ -87,7 +87,7 @@ def estimate_bytes(shell: Shell, policy: Policy, work: Workload) -> tuple[Bill, 
     """Bytes if no step is confident, and if every step is."""
     size: dict[str, Any] = {"context": work.context, "new_tokens": work.new_tokens, "batch": work.batch}
     most = count_bytes(policy, shell.shape, **size, chunk=work.chunk)
-    if not any(rule and rule.at_step_end for entry in policy.table for rule in (entry.prefill, entry.decode)):
+    if not policy.at_step_end:
         return most, most
     return most, count_bytes(policy, shell.shape, **size, chunk=work.chunk, confidence=1.0)
 

@@ -28,7 +28,6 @@ class PolicyCache:
             layer: Layer(layer, depth, len(layers), policy, self.account, kernels, self.mode)
             for depth, layer in enumerate(layers)
         }
-        self.needs = policy.needs
 
     @property
     def full_bytes(self) -> int:

@@ -223,8 +223,7 @@ class Layer:
 
     def shape_of(self, k: Tensor, v: Tensor) -> LayerShape:
         """What budgets are resolved with once k and v [B, H, Q, D] are stored."""
-        size = self.store.entry_bytes_of(k, v)
-        return LayerShape(self.index, self._depth, self._num_layers, k.shape[1], size, k.shape[0])
+        return self._shape(k.shape[1], self.store.entry_bytes_of(k, v), k.shape[0])
 
     def _phase(self, queries: int) -> Phase:
         if self._mode.prefilling or not any(self.seen):
@@ -277,10 +276,10 @@ class Layer:
     @property
     def shape(self) -> LayerShape:
         """What budgets are resolved with."""
-        store = self.store
-        return LayerShape(
-            self.index, self._depth, self._num_layers, store.num_kv_heads, store.entry_bytes, store.batch_size
-        )
+        return self._shape(self.store.num_kv_heads, self.store.entry_bytes, self.store.batch_size)
+
+    def _shape(self, num_kv_heads: int, entry_bytes: int, batch_size: int) -> LayerShape:
+        return LayerShape(self.index, self._depth, self._num_layers, num_kv_heads, entry_bytes, batch_size)
 
     def _settle(self, forward: Pending, rule: Rule, limits: list[tuple[int, ...]] | None) -> None:
         """Let the scorer observe a forward, and where something is over its limit, plan."""

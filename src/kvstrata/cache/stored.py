@@ -60,9 +60,7 @@ def mass_of(store: LayerStore, queries: list[Tensor], softmax: Softmax, reductio
         if q.shape[2] == 0:
             continue
         k = block.k[:, :, : block.k.shape[2] - newer]
-        lse = column_lse(q, k, scale=of.scale, softcap=of.softcap)
-        if of.sinks is not None:
-            lse = torch.logaddexp(lse, of.sinks.float()[:, None])
+        lse = column_lse(q, k, scale=of.scale, softcap=of.softcap, sinks=of.sinks)
         part = column_mass(q, k, lse, scale=of.scale, softcap=of.softcap, reduction=reduction)
         mass[block.rows, block.heads, : k.shape[2]] = part
     return mass

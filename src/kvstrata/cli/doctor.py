@@ -9,16 +9,14 @@ from typing import Annotated, Any, cast
 
 import torch
 import typer
-from rich.box import SIMPLE
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from kvstrata.bench.doctor import Diagnosis, diagnose
 from kvstrata.bench.measure import provenance
 from kvstrata.cache.report import passed_through_lines
+from kvstrata.cli.tables import plain_table, progress_bar
 from kvstrata.hf.models import load_model
 
 
@@ -32,8 +30,7 @@ def doctor(
     """Prove on a model that a full budget changes nothing, and name layers that are not compressed; exit 1 if not."""
     lm, tokenizer = load_model(model, dtype, device, Console(stderr=True))
     ids = _ids(tokenizer, tokens).to(device)
-    bars = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    with Progress(*bars, console=Console(stderr=True), transient=True) as progress:
+    with progress_bar() as progress:
         task = progress.add_task("comparing", total=5)
         found = diagnose(lm, ids, lambda: progress.advance(task))
     if as_json:
@@ -55,13 +52,7 @@ def _ids(tokenizer: PreTrainedTokenizerBase, tokens: int) -> Tensor:
 
 
 def _print(console: Console, found: Diagnosis, dtype: torch.dtype, tokens: int) -> None:
-    table = Table(
-        title=f"Logits over {tokens} tokens in {dtype}, full budget against transformers' own cache",
-        title_justify="left",
-        box=SIMPLE,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-    )
+    table = plain_table(f"Logits over {tokens} tokens in {dtype}, full budget against transformers' own cache")
     for head in ("", "max |dlogit|", "error", "allowed", "greedy", ""):
         table.add_column(head)
     for check in found.checks:

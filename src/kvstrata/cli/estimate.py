@@ -9,16 +9,14 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.box import SIMPLE
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from kvstrata.bench.estimate import Estimate, Shell, Workload, estimate_bytes, measure_times, verdict
 from kvstrata.bench.measure import provenance
 from kvstrata.cache.report import human_bytes, passed_through_lines
+from kvstrata.cli.tables import plain_table, progress_bar
 from kvstrata.core import InputError
-from kvstrata.hf.models import DTYPES, load_config
+from kvstrata.hf.models import load_config, parse_dtype
 from kvstrata.policy import parse_policy
 from kvstrata.policy.spec import split_specs
 
@@ -36,18 +34,16 @@ def estimate(
     as_json: Annotated[bool, typer.Option("--json", help="Print figures as JSON.")] = False,
 ) -> None:
     """Say what policies will cost and save on a model: exact bytes, and times from a few layers of random weights."""
-    if dtype is not None and dtype not in DTYPES:
-        raise InputError(f"dtype {dtype!r}: choose one of {', '.join(DTYPES)}")
+    given = parse_dtype(dtype)
     work = Workload(read_tokens(context), new_tokens, batch, chunk)
     specs = ["full", *(spec for spec in split_specs(policy) if spec != "full")]
     policies = [parse_policy(spec) for spec in specs]
     config = load_config(model, Console(stderr=True))
     own = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
-    kind = DTYPES[dtype] if dtype else torch.float32 if device == "cpu" else own
+    kind = given or (torch.float32 if device == "cpu" else own)
     shell = Shell(config, kind, device)
     times: list[tuple[float | None, float | None]] = [(None, None)] * len(specs)
-    bars = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    with Progress(*bars, console=Console(stderr=True), transient=True) as progress:
+    with progress_bar() as progress:
         task = progress.add_task("counting", total=len(specs) * (3 if time else 1))
         bills = [(estimate_bytes(shell, p, work), progress.advance(task))[0] for p in policies]
         if time:
@@ -101,7 +97,7 @@ def _print(console: Console, shell: Shell, work: Workload, rows: list[Estimate])
         f"{work.batch} x {work.context} tokens of prompt, {work.new_tokens} new; {shell.dtype}; "
         f"weights {human_bytes(shell.weight_bytes)}, {human_bytes(shell.shape.token_bytes)} of cache a token"
     )
-    table = Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
+    table = plain_table(title)
     table.add_column("policy", no_wrap=True, overflow="ellipsis")
     for head in ("live", "held", "share\n%", "peak\nheld", "prefill\ns", "step\nms"):
         table.add_column(head, justify="right", no_wrap=True)

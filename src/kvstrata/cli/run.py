@@ -12,7 +12,7 @@ import torch
 import typer
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import MofNCompleteColumn
 from rich.text import Text
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -21,7 +21,7 @@ from transformers.generation.streamers import BaseStreamer
 from kvstrata.bench.compare import run_policy, run_reference, warm_up
 from kvstrata.bench.measure import process_peak, provenance, restart_process_peak
 from kvstrata.cache.report import human_bytes
-from kvstrata.cli.tables import comparison
+from kvstrata.cli.tables import comparison, progress_bar
 from kvstrata.core import InputError
 from kvstrata.hf import StrataCache, compress
 from kvstrata.hf.compat import CACHE_KEYWORD
@@ -110,8 +110,7 @@ def _compare(
     model: PreTrainedModel, ids: Tensor, policies: list[tuple[str, Policy]], steps: int, console: Console
 ) -> dict[str, Any]:
     runs = [(label, policy) for label, policy in policies if label != "full"]
-    bars = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*bars, console=Console(stderr=True), transient=True) as progress:
+    with progress_bar(MofNCompleteColumn()) as progress:
         task = progress.add_task("full", total=steps * (len(runs) + 1))
         warm_up(model, ids)
         reference = run_reference(model, ids, steps, lambda: progress.advance(task))

@@ -1,13 +1,32 @@
-"""The comparison table, shared by `run` and the demo."""
+"""Tables and bars that commands and the demo share."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from rich.box import SIMPLE
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 MIB = 1 << 20
+
+
+def plain_table(title: str) -> Table:
+    """A table without frames, narrow enough for 80 columns."""
+    return Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
+
+
+def progress_bar(*columns: ProgressColumn) -> Progress:
+    """A bar with time left on standard error, gone when it is done; `columns` stand before the time."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        *columns,
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
 
 
 def comparison(rows: list[dict[str, Any]], title: str) -> Table:
@@ -17,7 +36,7 @@ def comparison(rows: list[dict[str, Any]], title: str) -> Table:
     cache's held; RSS is the peak memory of the process (on a GPU, allocated); same is the share of steps with the
     full cache's most likely token; KL is KL(full || policy).
     """
-    table = Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
+    table = plain_table(title)
     table.add_column("policy", no_wrap=True, overflow="ellipsis")
     heads = (
         "live\nMiB",

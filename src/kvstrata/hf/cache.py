@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
@@ -139,9 +138,7 @@ class StrataCache(Cache):
         """Forget the newest -tokens_to_remove tokens of every row and settle drafts; crop(0) accepts them all."""
         if tokens_to_remove > 0:
             raise InputError(f"crop({tokens_to_remove}): give the number of tokens to remove as a negative number")
-        for index, layer in enumerate(self.layers):
-            if index not in self.strata:
-                cast(Any, layer).crop(tokens_to_remove)
+        super().crop(tokens_to_remove)
         self.engine.crop(-int(tokens_to_remove))  # older releases give a tensor
 
     def activate_past_recording(self) -> None:
@@ -172,11 +169,9 @@ class StrataCache(Cache):
         super().reset()
         self.engine.reset()
 
-    @contextmanager
-    def prefilling(self) -> Generator[None]:
+    def prefilling(self) -> AbstractContextManager[None]:
         """Feed one prompt in parts and let the policy act once, after the last: one-shot quality at the full peak."""
-        with self.engine.prefilling():
-            yield
+        return self.engine.prefilling()
 
     # -- what users read ----------------------------------------------------------------------------------------
 
@@ -212,6 +207,6 @@ class SignalLogits(LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Read scores [B, V] and return them unchanged."""
         engine = self.cache.engine
-        if "processed-logits" in engine.needs and engine.waits:  # an assistant model calls it too
+        if "processed-logits" in engine.policy.needs and engine.waits:  # an assistant model calls it too
             engine.end_step(scores[:, None], join=engine.mode.drafting)
         return scores

@@ -23,6 +23,13 @@ from kvstrata.hf.demo import demo_model
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+def parse_dtype(name: str | None) -> torch.dtype | None:
+    """The dtype of that name, None for none. Raises `InputError` that shows the choice."""
+    if name is not None and name not in DTYPES:
+        raise InputError(f"dtype {name!r}: choose one of {', '.join(DTYPES)}")
+    return DTYPES[name] if name else None
+
+
 def load_config(name: str | None, console: Console | None = None) -> PretrainedConfig:
     """The config alone of a model; `name` as in `load_model`. Raises `InputError` when there is none."""
     source = str(demo_model(console) if name is None else name)
@@ -39,10 +46,9 @@ def load_model(
 
     Raises `InputError` naming the fix when there is no such model or dtype, `DemoModelError` when fetching fails.
     """
-    if dtype is not None and dtype not in DTYPES:
-        raise InputError(f"dtype {dtype!r}: choose one of {', '.join(DTYPES)}")
+    given = parse_dtype(dtype)
     source = str(demo_model(console) if name is None else name)
-    kind = DTYPES[dtype] if dtype else torch.float32 if device == "cpu" else "auto"
+    kind = given or (torch.float32 if device == "cpu" else "auto")
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # a local file loads in a second
     try:

@@ -19,7 +19,7 @@ def logits_to(cache: StrataCache, model: PreTrainedModel) -> Generator[None]:
 
     Nothing is hooked where the policy reads no logits.
     """
-    if "logits" not in cache.engine.needs:
+    if "logits" not in cache.policy.needs:
         yield
         return
 

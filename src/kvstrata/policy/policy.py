@@ -161,15 +161,22 @@ class Policy:
     @property
     def needs(self) -> frozenset[str]:
         """Every optional signal that some rule of the policy reads."""
-        rules = [rule for entry in self.table for rule in (entry.prefill, entry.decode) if rule]
-        return frozenset().union(*(rule.needs for rule in rules))
+        return frozenset().union(*(rule.needs for rule in self._every_rule()))
+
+    @property
+    def at_step_end(self) -> bool:
+        """Whether some rule can act only when the step's logits are there."""
+        return any(rule.at_step_end for rule in self._every_rule())
+
+    def _every_rule(self) -> list[Rule]:
+        return [rule for entry in self.table for rule in (entry.prefill, entry.decode) if rule]
 
     def with_budget(self, budget: Budget) -> Policy:
         """The same policy with `budget` on average, in every layer and phase that has a rule.
 
         A budget that depends on confidence or depth keeps its form and takes `budget` as its mean.
         """
-        return self._map(lambda rule: rule.around(budget))
+        return self.map_rules(lambda rule: rule.around(budget))
 
     def with_protect(self, sinks: int | None = None, recent: int | None = None) -> Policy:
         """The same policy with explicit protected tokens in place of the preset's; None leaves a part as it is."""
@@ -178,13 +185,14 @@ class Policy:
             given = {name: n for name, n in (("sinks", sinks), ("recent", recent)) if n is not None}
             return replace(rule, protect=replace(rule.protect, **given))
 
-        return self if sinks is None and recent is None else self._map(change)
+        return self if sinks is None and recent is None else self.map_rules(change)
 
     def with_room(self, room: int) -> Policy:
         """The same policy making room for `room` tokens whenever it acts."""
-        return self if room == 1 else self._map(lambda rule: replace(rule, trigger=OnOverflow(room)))
+        return self if room == 1 else self.map_rules(lambda rule: replace(rule, trigger=OnOverflow(room)))
 
-    def _map(self, change: Callable[[Rule], Rule]) -> Policy:
+    def map_rules(self, change: Callable[[Rule], Rule]) -> Policy:
+        """The same policy with every rule changed."""
         table = tuple(
             replace(e, prefill=e.prefill and change(e.prefill), decode=e.decode and change(e.decode))
             for e in self.table

@@ -155,8 +155,7 @@ def confkv(
     Constants of the WikiText runs: 128 and 256 tokens, the newest 32 protected. `budget` asks for a mean instead.
     """
     levels = _levels(high, low, budget, tau, signal_logits)
-    rule = Rule(_ema_and_recency(alpha, decay), levels, SHARED, protect=NEWEST_32)
-    return _both("confkv", rule if budget is None else rule.around(budget), room, sinks, recent)
+    return _both("confkv", _ema_and_recency(alpha, decay, levels, budget), room, sinks, recent)
 
 
 @PRESETS.add("confkv-l")
@@ -176,8 +175,7 @@ def confkv_l(
 ) -> Policy:
     """CONF-KV with budgets that fall over depth: N * beta^(l / L), never under `at_least` (CONF-KV-L)."""
     levels = Falling(_levels(high, low, budget, tau, signal_logits), beta, at_least)
-    rule = Rule(_ema_and_recency(alpha, decay), levels, SHARED, protect=NEWEST_32)
-    return _both("confkv-l", rule if budget is None else rule.around(budget), room, sinks, recent)
+    return _both("confkv-l", _ema_and_recency(alpha, decay, levels, budget), room, sinks, recent)
 
 
 def _levels(
@@ -188,7 +186,10 @@ def _levels(
     return ByConfidence(high or TIGHT, low or LOOSE, tau, signal)
 
 
-def _ema_and_recency(alpha: float, decay: float) -> Mix:
+def _ema_and_recency(alpha: float, decay: float, levels: Budget, mean: Budget | None) -> Rule:
+    """CONF-KV's rule; `mean` rescales the levels."""
     if not 0 <= alpha <= 1:
         raise SpecError(f"alpha={alpha}: give a weight between 0 and 1")
-    return Mix((Part(alpha, DecayedMass(decay)), Part(1 - alpha, Recency())))
+    scorer = Mix((Part(alpha, DecayedMass(decay)), Part(1 - alpha, Recency())))
+    rule = Rule(scorer, levels, SHARED, protect=NEWEST_32)
+    return rule if mean is None else rule.around(mean)

@@ -17,6 +17,18 @@ class Bytes:
     held: int = 0
     reserved: int = 0
 
+    def swapped(self, old: Bytes, new: Bytes) -> Bytes:
+        """This sum with `new` in place of `old`."""
+        return Bytes(
+            self.live - old.live + new.live,
+            self.held - old.held + new.held,
+            self.reserved - old.reserved + new.reserved,
+        )
+
+    def most(self, other: Bytes) -> Bytes:
+        """The larger of each."""
+        return Bytes(max(self.live, other.live), max(self.held, other.held), max(self.reserved, other.reserved))
+
 
 NOTHING = Bytes()
 
@@ -31,15 +43,11 @@ class Account:
 
     def set(self, layer: int, size: Bytes) -> None:
         """Replace the figures of one layer."""
-        old, now, peak = self.layers.get(layer, NOTHING), self.now, self.peak
-        now = self.now = Bytes(
-            now.live - old.live + size.live,
-            now.held - old.held + size.held,
-            now.reserved - old.reserved + size.reserved,
-        )
+        now = self.now = self.now.swapped(self.layers.get(layer, NOTHING), size)
+        peak = self.peak
         self.layers[layer] = size
         if now.live > peak.live or now.held > peak.held or now.reserved > peak.reserved:
-            self.peak = Bytes(max(now.live, peak.live), max(now.held, peak.held), max(now.reserved, peak.reserved))
+            self.peak = peak.most(now)
 
     def restart_peak(self) -> None:
         """Forget the peak so far, to measure a later stretch alone."""

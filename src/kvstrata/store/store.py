@@ -87,19 +87,21 @@ class LayerStore:
     @property
     def token_bytes(self) -> int:
         """Bytes of one token's key and value over all heads of the layer, as an uncompressed cache stores them."""
-        width = self._k.shape[-1] + self._v.shape[-1]
-        return 0 if self.is_empty else self.num_kv_heads * width * self.payload_itemsize
+        return 0 if self.is_empty else self.num_kv_heads * _payload_bytes(self._k, self._v)
 
     @property
     def entry_bytes(self) -> int:
         """Bytes of one entry over all heads of the layer, columns included."""
-        return self.token_bytes + sum(column.nbytes for column in self.columns) * self.segment_heads
+        return self.token_bytes + self._column_bytes * self.segment_heads
 
     def entry_bytes_of(self, k: Tensor, v: Tensor) -> int:
         """What `entry_bytes` will be once k and v [B, H, Q, D] are stored."""
-        heads, segments = k.shape[1], k.shape[1] if self.per_head else 1
-        width = k.shape[-1] + v.shape[-1]
-        return heads * width * k.element_size() + sum(column.nbytes for column in self.columns) * segments
+        heads = k.shape[1]
+        return heads * _payload_bytes(k, v) + self._column_bytes * (heads if self.per_head else 1)
+
+    @property
+    def _column_bytes(self) -> int:
+        return sum(column.nbytes for column in self.columns)
 
     def _settle_account(self, transient: int = 0) -> None:
         per_slot = 0 if self.is_empty else self.entry_bytes // self.segment_heads
@@ -186,12 +188,14 @@ class LayerStore:
 
         `first[b]` is the position of the first of them; `step` the number of this forward.
         """
-        if self.is_empty:
+        first_time = self.is_empty
+        if first_time:
             self.batch_size, self.num_kv_heads = k.shape[:2]
-            self._lay_out(Segments.fit([n for n in tokens for _ in range(self.segment_heads)]), k, v)
-            self.segments.resize([0] * len(self.segments.lengths))
+        new = list(tokens) if self.segment_heads == 1 else [n for n in tokens for _ in range(self.segment_heads)]
+        if first_time:
+            self._lay_out(Segments.fit(new), k, v)
+            self.segments.resize([0] * len(new))
         old = self.segments
-        new = tokens if self.segment_heads == 1 else [n for n in tokens for _ in range(self.segment_heads)]
         grown = [n + more for n, more in zip(old.lengths, new, strict=True)]
         if not old.has_room(grown):
             self._move(old.lengths, Segments.fit(grown))
@@ -317,9 +321,8 @@ class LayerStore:
     def _copy(self, at: tuple[Tensor, Tensor], to: tuple[Tensor, Tensor], old: Sequence[Tensor]) -> None:
         """Copy rows `at` of `old` to rows `to` of the present buffers; each names rows of payload and of columns."""
         away = [before for before, now in zip(old, self._buffers(), strict=True) if before is not now]
-        self._settle_account(
-            _nbytes(*away) + at[0].numel() * max(t[0].nbytes for t in old[:2])
-        )  # and the largest gathered copy
+        gathered = at[0].numel() * max(t[0].nbytes for t in old[:2])  # the largest copy in the making
+        self._settle_account(_nbytes(*away) + gathered)
         for index, (before, now) in enumerate(zip(old, self._buffers(), strict=True)):
             column = index > 1  # keys and values come first
             now.index_copy_(0, to[column], before.index_select(0, at[column]))
@@ -331,6 +334,11 @@ class LayerStore:
     def _width(self) -> int:
         """Heads that one segment serves: payload rows per slot."""
         return 1 if self.per_head else self.num_kv_heads
+
+
+def _payload_bytes(k: Tensor, v: Tensor) -> int:
+    """Bytes of one head's key and value."""
+    return (k.shape[-1] + v.shape[-1]) * k.element_size()
 
 
 def _nbytes(*tensors: Tensor) -> int:

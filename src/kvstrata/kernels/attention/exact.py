@@ -34,8 +34,6 @@ def attend(
     if reduction is None:
         return out, None, None
     rows = reduction.last(queries)
-    if own is not None:
-        return out, *ref.attend(q, k, v, softmax=softmax, reduction=reduction, own=own)[1:]
-    tail = q[:, :, -rows:]
-    lse = column_lse(tail, k, scale=scale)
-    return out, lse, column_mass(tail, k, lse, scale=scale, reduction=reduction)
+    tail, seen = q[:, :, -rows:], None if own is None else own[:, -rows:]
+    lse = column_lse(tail, k, scale=scale, own=seen)
+    return out, lse, column_mass(tail, k, lse, scale=scale, reduction=reduction, own=seen)

@@ -100,12 +100,24 @@ def column_mass(
     return mass
 
 
-def column_lse(q: Tensor, k: Tensor, *, scale: float, softcap: float | None = None) -> Tensor:
-    """Log-sum-exp [B, H*G, R] fp32 of the last R queries over the keys they see; shapes as `column_mass`."""
+def column_lse(
+    q: Tensor,
+    k: Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    own: Tensor | None = None,
+) -> Tensor:
+    """Log-sum-exp [B, H*G, R] fp32 of the last R queries over the keys they see; shapes as `column_mass`.
+
+    `sinks` [H*G] are one more score per query head.
+    """
     keys, rows = k.shape[2], q.shape[2]
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     for start, stop in query_blocks(rows, q.shape[0] * q.shape[1] * keys):
-        first = keys - rows + start
-        scores = block_scores(q[:, :, start:stop], k[:, :, : keys - rows + stop], first, scale, softcap)
+        first, end = keys - rows + start, keys if own is not None else keys - rows + stop
+        part = None if own is None else own[:, start:stop]
+        scores = block_scores(q[:, :, start:stop], k[:, :, :end], first, scale, softcap, part)
         lse[:, :, start:stop] = scores.logsumexp(dim=-1).flatten(1, 2)
-    return lse
+    return lse if sinks is None else torch.logaddexp(lse, sinks.float()[:, None])

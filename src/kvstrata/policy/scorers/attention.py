@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -24,50 +24,65 @@ def _mass(signals: Signals, heads: int) -> Tensor:
     return signals.mass if heads > 1 else signals.mass.mean(dim=1, keepdim=True)
 
 
-def _added(signals: Signals, name: str, keep: float, gain: float) -> Mapping[str, Tensor]:
-    """A column after this forward: keep^queries * column + gain * mass."""
-    column = signals.columns[name]
-    mass = _mass(signals, column.shape[1])
-    if keep != 1.0:
-        faded = [keep**queries for queries in signals.queries]
-        alike = len(set(faded)) == 1
-        column = column * (faded[0] if alike else torch.tensor(faded, device=column.device)[:, None, None])
-    return {name: column + (mass if gain == 1.0 else mass * gain)}
+class _Running(Stateless):
+    """One number per entry, the score: `keep` of itself at every query, plus `gain` times the mass of a forward."""
+
+    __slots__ = ()
+    column: ClassVar[str]
+
+    @property
+    def keep(self) -> float:
+        """What stays of the number at every query."""
+        return 1.0
+
+    @property
+    def gain(self) -> float:
+        """What mass weighs."""
+        return 1.0
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """The number."""
+        return (Column(self.column, torch.float32),)
+
+    def observe(self, signals: Signals) -> Mapping[str, Tensor]:
+        """Fade by the queries of this forward, then add their mass."""
+        number = signals.columns[self.column]
+        mass = _mass(signals, number.shape[1])
+        if self.keep != 1.0:
+            faded = [self.keep**queries for queries in signals.queries]
+            alike = len(set(faded)) == 1
+            number = number * (faded[0] if alike else torch.tensor(faded, device=number.device)[:, None, None])
+        return {self.column: number + (mass if self.gain == 1.0 else mass * self.gain)}
+
+    def score(self, signals: Signals) -> Tensor:
+        """The number."""
+        return signals.columns[self.column]
 
 
 @SCORERS.add("accumulated-mass")
 @dataclass(frozen=True, slots=True)
-class AccumulatedMass(Stateless):
+class AccumulatedMass(_Running):
     """Attention received so far from every query (H2O, arXiv:2306.14048, section 4.1), never reset."""
+
+    column = "mass"
 
     @property
     def mass(self) -> Reduction:
         """Every query of a forward counts."""
         return Reduction(ALL_ROWS)
 
-    @property
-    def columns(self) -> tuple[Column, ...]:
-        """The running sum."""
-        return (Column("mass", torch.float32),)
-
-    def observe(self, signals: Signals) -> Mapping[str, Tensor]:
-        """Add this forward's mass."""
-        return _added(signals, "mass", 1.0, 1.0)
-
-    def score(self, signals: Signals) -> Tensor:
-        """The running sum."""
-        return signals.columns["mass"]
-
 
 @SCORERS.add("decayed-mass")
 @dataclass(frozen=True, slots=True)
-class DecayedMass(Stateless):
+class DecayedMass(_Running):
     """Moving average of the attention received: ema = decay * ema + (1 - decay) * mass, query by query.
 
     The state of CONF-KV (arXiv:2605.24786, Algorithm 1). Of a prompt only the last queries that weigh 1e-4 or more
     are looked at, 88 of them for decay 0.9.
     """
 
+    column = "ema"
     decay: float = 0.9
 
     def __post_init__(self) -> None:
@@ -80,28 +95,26 @@ class DecayedMass(Stateless):
         return Reduction(math.ceil(math.log(NEGLIGIBLE) / math.log(self.decay)), decay=self.decay)
 
     @property
-    def columns(self) -> tuple[Column, ...]:
-        """The average."""
-        return (Column("ema", torch.float32),)
+    def keep(self) -> float:
+        """What stays of the average at every query."""
+        return self.decay
 
-    def observe(self, signals: Signals) -> Mapping[str, Tensor]:
-        """Fade by the queries of this forward, then add their mass."""
-        return _added(signals, "ema", self.decay, 1 - self.decay)
-
-    def score(self, signals: Signals) -> Tensor:
-        """The average."""
-        return signals.columns["ema"]
+    @property
+    def gain(self) -> float:
+        """What a query adds."""
+        return 1 - self.decay
 
 
 @SCORERS.add("persistence")
 @dataclass(frozen=True, slots=True)
-class Persistence(Stateless):
+class Persistence(_Running):
     """How often an entry got more than an even share of attention (Scissorhands, arXiv:2305.17118, Algorithm 2).
 
     Exact over the last `history` queries of a forward; what came before fades with the same mean age, so that one
     number per entry is kept instead of `history` bits.
     """
 
+    column = "count"
     history: int = 400
 
     def __post_init__(self) -> None:
@@ -114,17 +127,9 @@ class Persistence(Stateless):
         return Reduction(self.history, counts=True)
 
     @property
-    def columns(self) -> tuple[Column, ...]:
-        """The count."""
-        return (Column("count", torch.float32),)
-
-    def observe(self, signals: Signals) -> Mapping[str, Tensor]:
-        """Fade, then count this forward's queries."""
-        return _added(signals, "count", 1 - 1 / self.history, 1.0)
-
-    def score(self, signals: Signals) -> Tensor:
-        """The count."""
-        return signals.columns["count"]
+    def keep(self) -> float:
+        """Counts fade with the mean age that a window of `history` queries has."""
+        return 1 - 1 / self.history
 
 
 @SCORERS.add("window-mass")
