@@ -4,17 +4,19 @@ VENV := .venv
 BIN := $(VENV)/bin
 OLD := .venv-oldest
 OLDEST := 5.17.0
+NATIVE := src/kvstrata/kernels/native
+SOURCES := $(wildcard $(NATIVE)/*.cpp $(NATIVE)/*.h) $(NATIVE)/CMakeLists.txt
 
-.PHONY: demo demo-short test check model slow oldest docs clean
+.PHONY: demo demo-short test check model slow oldest sanitize docs clean
 .DEFAULT_GOAL := test
 
-$(VENV)/installed: pyproject.toml constraints.txt
+$(VENV)/installed: pyproject.toml constraints.txt $(SOURCES)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[demo,docs,dev]'
 	touch $@
 
-$(OLD)/installed: pyproject.toml constraints.txt
+$(OLD)/installed: pyproject.toml constraints.txt $(SOURCES)
 	$(PYTHON) -m venv $(OLD)
 	$(OLD)/bin/python -m pip install --quiet --upgrade pip
 	$(OLD)/bin/python -m pip install --quiet -c constraints.txt -e '.[demo,dev]' 'transformers==$(OLDEST)'
@@ -43,8 +45,18 @@ slow: $(VENV)/installed  ## Tests that take minutes
 oldest: $(OLD)/installed  ## The contract tests on the oldest transformers
 	$(OLD)/bin/python -m pytest -n 2 -p no:cacheprovider tests/contract
 
+sanitize: $(VENV)/installed  ## The kernels' tests on a module that watches its own memory and arithmetic
+	$(BIN)/python -m pip install --quiet nanobind ninja 'cmake>=3.20'
+	$(BIN)/cmake -S $(NATIVE) -B build/sanitize -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
+		-DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DKVSTRATA_SANITIZE=ON -DKVSTRATA_MODULE_DIR=$(CURDIR)/build/sanitize
+	$(BIN)/cmake --build build/sanitize
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
+		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 KVSTRATA_NATIVE=build/sanitize \
+		$(BIN)/python -m pytest -p tests.sanitized -p no:cacheprovider -m "slow or not slow" tests/kernels -k "native"
+
 docs: $(VENV)/installed  ## The documentation site, strictly, in build/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean:
-	rm -rf $(VENV) $(OLD) build .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLD) build .pytest_cache .ruff_cache .hypothesis src/kvstrata/_native*.so
+	git clean -fdXq $(NATIVE)

@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvstrata.kernels.attention import KERNELS, Softmax, attend, ref
+from kvstrata.kernels.attention import DENSE, Softmax, attend, ref
 from kvstrata.kernels.mass import ALL_ROWS, Reduction
 from kvstrata.kernels.mass import ref as mass_ref
 
@@ -27,7 +27,7 @@ MASS_ROWS = [0, 1, 5, ALL_ROWS]
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 groups = pytest.mark.parametrize("group", [1, 3], ids=["mha", "gqa3"])
 sizes = pytest.mark.parametrize(("queries", "keys"), SIZES, ids=[f"q{q}-n{n}" for q, n in SIZES])
-kernels = pytest.mark.parametrize("kernels", KERNELS)
+kernels = pytest.mark.parametrize("kernels", DENSE)
 
 
 def case(queries, keys, group, dtype, batch=2, heads=2, dim=16):

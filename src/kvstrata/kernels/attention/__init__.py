@@ -1,28 +1,35 @@
 """Causal attention of new queries over the entries of a layer.
 
-One contract, several implementations (`reference`, `exact`):
+Two contracts. Over plain tensors, for prompts (`reference`, `exact`):
 
-    attend(q, k, v, *, softmax, reduction, own) -> Attended
+    attend(q, k, v, *, softmax, reduction, own, kernels) -> Attended
 
     q [B, H*G, Q, D], k [B, H, N, D] and v [B, H, N, Dv] with N >= Q: the last Q keys are the queries' own, so query i
     sees keys 0 .. N-Q+i; or all that came before and, of the queries' own, those that `own` [B, Q, Q] bool names
     (images, whose tokens see each other). Every row and head given has the same N; nothing is padded. Inputs are not
     modified.
+
+Over pages, for the few queries of a decode step (`native`, `triton`):
+
+    attend_pages(q, tiers, *, softmax, reduction, tokens, new, widths, kernels) -> out, mass
+
+    The last tokens[b] of the Q queries of each row are real; out is zero for the others. tiers[0] is exact and holds
+    the queries' own entries as its newest; `new` (k, v) are those, to be appended first. mass [B, H, sum(widths)] has
+    the entries of tier i from sum(widths[:i]) on, zeros past a length.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from torch import Tensor
 
-from kvstrata.kernels.attention import exact, ref
+from kvstrata.kernels.attention import exact, native, ref
 from kvstrata.kernels.attention.ref import Softmax
+from kvstrata.kernels.dispatch import KERNELS, Implementation, KernelName
 from kvstrata.kernels.mass import Reduction
-
-KernelName = Literal["reference", "exact"]
+from kvstrata.kernels.pages import Pages
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,11 +46,10 @@ class Attended:
     mass: Tensor | None
 
 
-_IMPLEMENTATIONS: dict[str, Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]] = {
+DENSE: dict[Implementation, Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]] = {
     "reference": ref.attend,
     "exact": exact.attend,
 }
-KERNELS = tuple(_IMPLEMENTATIONS)
 
 
 def attend(
@@ -54,10 +60,25 @@ def attend(
     softmax: Softmax,
     reduction: Reduction | None = None,
     own: Tensor | None = None,
-    kernels: KernelName = "reference",
+    kernels: Implementation = "reference",
 ) -> Attended:
-    """Attend with the named implementation; see the module docstring for shapes."""
-    return Attended(*_IMPLEMENTATIONS[kernels](q, k, v, softmax=softmax, reduction=reduction, own=own))
+    """Attend with the named implementation, or the reference where it has none; see the module docstring."""
+    implementation = DENSE.get(kernels, ref.attend)
+    return Attended(*implementation(q, k, v, softmax=softmax, reduction=reduction, own=own))
 
 
-__all__ = ["KERNELS", "Attended", "KernelName", "Softmax", "attend"]
+def attend_pages(
+    q: Tensor,
+    tiers: Sequence[Pages],
+    *,
+    softmax: Softmax,
+    reduction: Reduction | None = None,
+    tokens: Sequence[int] | None = None,
+    new: tuple[Tensor, Tensor] | None = None,
+    widths: Sequence[int],
+) -> tuple[Tensor, Tensor | None]:
+    """Attend over pages with native kernels; see the module docstring."""
+    return native.attend_pages(q, tiers, softmax=softmax, reduction=reduction, tokens=tokens, new=new, widths=widths)
+
+
+__all__ = ["DENSE", "KERNELS", "Attended", "KernelName", "Softmax", "attend", "attend_pages"]

@@ -1,0 +1,37 @@
+"""Pages of exact entries to codes and back, by the implementation that serves: both give the same codes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvstrata.kernels import dispatch
+from kvstrata.kernels.codec import ref
+from kvstrata.kernels.codec.ref import Packed, reorder
+from kvstrata.kernels.pages import PAGE, Format
+
+
+def pack(format: Format, k: Tensor, v: Tensor, native: Any = None) -> Packed:
+    """Code n whole pages k [n, 64, D] and v [n, 64, Dv]; `native` is the arena they go to, where native kernels serve."""
+    if native is None:
+        return ref.pack(format, k, v)
+    n = k.shape[0]
+    k_codes = torch.empty(n, *format.k_shape, dtype=torch.uint8)
+    v_codes = torch.empty(n, *format.v_shape, dtype=torch.uint8)
+    grid = torch.empty(n, format.grid_numbers, dtype=format.grid_dtype)
+    nonfinite = dispatch.native_module().pack(native, k.contiguous(), v.contiguous(), k_codes, v_codes, grid)
+    return Packed(k_codes, v_codes, grid, nonfinite)
+
+
+def unpack(format: Format, k: Tensor, v: Tensor, grid: Tensor, native: Any = None) -> tuple[Tensor, Tensor]:
+    """Give keys [n, 64, D] and values [n, 64, Dv] in fp32, as the codes of n pages and their grids have them."""
+    if native is None:
+        return ref.unpack(format, k, v, grid)
+    out = torch.empty(len(k), PAGE, format.k_dim), torch.empty(len(v), PAGE, format.v_dim)
+    dispatch.native_module().unpack(native, k, v, grid, *out)
+    return out
+
+
+__all__ = ["Packed", "pack", "reorder", "unpack"]

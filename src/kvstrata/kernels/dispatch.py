@@ -1,0 +1,81 @@
+"""Which implementation of the kernels serves, and what native ones need to know of memory."""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from kvstrata.kernels.pages import Format
+
+KernelName = Literal["auto", "native", "triton", "reference", "exact"]
+Implementation = Literal["native", "triton", "reference", "exact"]
+KERNELS: tuple[KernelName, ...] = ("auto", "native", "triton", "reference", "exact")
+_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+@cache
+def native_module() -> Any:
+    """The compiled module, or None, said once, where it was not built."""
+    try:
+        from kvstrata import _native
+    except ImportError as error:
+        warnings.warn(
+            f"kvstrata runs on torch alone, since its native kernels are not built ({error}): "
+            "for speed install a C++ compiler, then kvstrata again",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+    return _native
+
+
+def native_serves(format: Format, device: torch.device) -> bool:
+    """Whether native kernels can work on such pages."""
+    step = 8 if format.codec is None else 16
+    fits = format.k_dim % step == 0 and format.v_dim % step == 0 and format.dtype in _DTYPES
+    return fits and device.type == "cpu" and native_module() is not None
+
+
+def choose(name: KernelName, format: Format, device: torch.device) -> Implementation:
+    """The implementation for exact pages of this format; "auto" takes native kernels where they serve.
+
+    Raises `ValueError` if the one asked for cannot.
+    """
+    if name in ("reference", "exact"):
+        return name
+    if name in ("auto", "native") and native_serves(format, device):
+        return "native"
+    if name == "triton" and device.type == "cuda" and format.dtype in _DTYPES and has_triton():
+        return "triton"
+    if name != "auto":
+        raise ValueError(
+            f"kernels={name!r} cannot serve {format.dtype} on {device.type} with head_dim {format.k_dim}: "
+            "take kernels='auto'"
+        )
+    return "reference"
+
+
+@cache
+def has_triton() -> bool:
+    """Whether Triton is installed."""
+    from importlib.util import find_spec
+
+    return find_spec("triton") is not None
+
+
+def native_arena(format: Format) -> Any:
+    """The native twin of an arena of such pages."""
+    codec = format.codec
+    record = codec and (codec.k_bits, codec.v_bits, codec.symmetric, codec.v_axis == "token", codec.window)
+    return native_module().Arena(_DTYPES[format.dtype], record, format.k_dim, format.v_dim)
+
+
+def native_pages(arena: Any, table: Tensor, lengths: Tensor, fills: Tensor | None = None) -> Any:
+    """The native twin of a view of pages, or None without an arena."""
+    if arena is None:
+        return None
+    return native_module().Pages(arena, table, lengths, **({} if fills is None else {"fills": fills}))

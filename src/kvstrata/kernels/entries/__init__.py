@@ -1,0 +1,46 @@
+"""Entries of exact pages, written and moved.
+
+One contract, two implementations:
+
+    append(pages, k, v, tokens)    writes the last tokens[b] rows of k [B, H, Q, D] and v [B, H, Q, Dv] behind what
+                                   each segment holds; the table must have room. `pages.lengths` counts them then.
+    move(source, target, segment, at, to)    makes slot to[i] of segment[i] of `target` what slot at[i] of `source`
+                                   was; all [n] int64. Lengths are not touched. Both may be the same pages if no slot
+                                   is read and written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvstrata.kernels import dispatch
+from kvstrata.kernels.entries import ref
+from kvstrata.kernels.pages import Pages
+
+
+def append(pages: Pages, k: Tensor, v: Tensor, tokens: Sequence[int]) -> None:
+    """Write new entries behind those stored; see the module docstring."""
+    if not any(tokens):
+        return
+    if pages.native is None:
+        ref.append(pages, k, v, tokens)
+        return
+    dispatch.native_module().append(pages.native, k, v, torch.tensor(tokens, dtype=torch.int32))
+
+
+def move(source: Pages, target: Pages, segment: Tensor, at: Tensor, to: Tensor) -> None:
+    """Copy entries from slot to slot; see the module docstring."""
+    if source.native is None or target.native is None:
+        ref.move(source, target, segment, at, to)
+        return
+    order = torch.full((len(source.lengths), int(to.max()) + 1), -1, dtype=torch.int32)
+    order[segment, to] = at.int()
+    dispatch.native_module().move(source.native, target.native, order, threads=torch.get_num_threads())
+
+
+gather = ref.gather
+
+__all__ = ["append", "gather", "move"]

@@ -1,0 +1,88 @@
+"""What kernels see of stored entries: pages of 64 keys of one kv head, in blocks of memory, found through a table.
+
+A page of an exact tier holds k [64, D] and v [64, Dv] in the cache's dtype. A page of a coded tier holds bytes:
+
+    k      codes of keys, unsigned (signed ones biased by +128), as [D/4][64][4]: four channels of a slot together
+    v      codes of values, as [16][Dv/16][16][4]: four slots of a channel together; int8, or unsigned where asymmetric
+    grid   symmetric: k scale [D], v scale [Dv], fp32
+           else, in the cache's dtype: k scale [64/window, D], k zero [64/window, D], v scale [64], v zero [64]
+
+Codes of 4 and 2 bits lie 2 and 4 to a byte, lowest bits first: along the first axis of the layouts above, which so
+becomes [D/8] and [D/16], [8] and [4]. Slots past a length hold no meaning, NaN included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvstrata.kernels.codec import Codec
+
+PAGE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """What a page of one tier is made of; `codec` None is the exact tier."""
+
+    codec: Codec | None
+    dtype: torch.dtype  # of the cache
+    k_dim: int
+    v_dim: int
+
+    @property
+    def k_shape(self) -> tuple[int, ...]:
+        """Shape of one page's keys, in `payload_dtype`."""
+        return (PAGE, self.k_dim) if self.codec is None else (PAGE * self.k_dim * self.codec.k_bits // 8,)
+
+    @property
+    def v_shape(self) -> tuple[int, ...]:
+        """Shape of one page's values, in `payload_dtype`."""
+        return (PAGE, self.v_dim) if self.codec is None else (PAGE * self.v_dim * self.codec.v_bits // 8,)
+
+    @property
+    def grid_numbers(self) -> int:
+        """Numbers of one page's grid, in `grid_dtype`."""
+        if self.codec is None:
+            return 0
+        if self.codec.symmetric:
+            return self.k_dim + self.v_dim
+        return 2 * (PAGE // self.codec.window) * self.k_dim + 2 * PAGE
+
+    @property
+    def payload_dtype(self) -> torch.dtype:
+        """Of keys and values as stored."""
+        return self.dtype if self.codec is None else torch.uint8
+
+    @property
+    def grid_dtype(self) -> torch.dtype:
+        """Of grids as stored."""
+        return torch.float32 if self.codec and self.codec.symmetric else self.dtype
+
+
+class Block(NamedTuple):
+    """Memory of pages first .. first+n-1: k [n, *k_shape], v [n, *v_shape], grid [n, grid_numbers]; 64-byte aligned."""
+
+    first: int
+    k: Tensor
+    v: Tensor
+    grid: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pages:
+    """One tier of one layer, for S = B*H segments in order (row, kv head).
+
+    Slot t of segment s lies in page table[s, t // 64], at t % 64. Entries 64 * (columns of table) fit in a segment.
+    """
+
+    format: Format
+    blocks: Sequence[Block]
+    table: Tensor  # [S, P] int32 page numbers; what lies past a segment's pages holds no meaning
+    lengths: Tensor  # [S] int32
+    native: Any = None  # the same for native kernels, where they serve
+    fills: Tensor | None = None  # [S, P] int32: entries of each page, its first slots, where pages may be short
