@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import math
 import os
+from itertools import chain
 
 # before torch loads OpenMP: threads that spin while they wait make small operators ten times slower on a busy machine
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import Phase, settings
 
+from kvstrata.kernels.pages import PAGE
 from kvstrata.store import LayerStore
+from kvstrata.store.arena import Arena
 
 settings.register_profile("same-every-time", deadline=None, derandomize=True)
-settings.load_profile("same-every-time")
+settings.register_profile("first-failure", deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
+settings.load_profile("same-every-time")  # --hypothesis-profile=first-failure does not spend minutes on shrinking
 
 # by patching the few calls that make such memory: a dispatch mode would slow every operator of every test
 UNINITIALISED = [
@@ -35,16 +39,50 @@ def poisoned_empty(make):
 
 def poison_free_slots(store):
     """Overwrite every slot past a segment's length: NaN in floats, an absurd number in integers."""
-    width = 1 if store.per_head else store.num_kv_heads
-    segments = store.segments
-    for start, cap, n in zip(segments.starts, segments.capacities, segments.lengths, strict=True):
-        for head in range(width):
-            free = slice(start * width + head * cap + n, start * width + (head + 1) * cap)
-            store._k[free].fill_(math.nan)
-            store._v[free].fill_(math.nan)
-        for flat in store._columns.values():
-            absurd = math.nan if flat.is_floating_point() else torch.iinfo(flat.dtype).max
-            flat[start + n : start + cap].fill_(absurd)
+    if store.exact is None:
+        return
+    table = store.exact.table
+    filled: dict[int, int] = {}
+    for pages, length in zip(table.pages, table.lengths, strict=True):
+        for place, page in enumerate(pages):
+            filled[page] = max(filled.get(page, 0), length - place * PAGE, 0)
+    poison(table.arena, filled)
+    poison_columns(store.exact.columns, store.exact.valid())
+    for tier in store.coded.values():
+        flat = (chain.from_iterable(lists) for lists in (tier.pages, tier.fills))
+        poison(tier.arena, dict(zip(*flat, strict=True)))
+        poison_columns(tier.columns, tier.valid())
+
+
+def poison_columns(columns, valid):
+    for flat in columns.data.values():
+        absurd = math.nan if flat.is_floating_point() else torch.iinfo(flat.dtype).max
+        flat[:, :, : valid.shape[2]].masked_fill_(~valid, absurd)
+        flat[:, :, valid.shape[2] :] = absurd
+
+
+def poison(arena, filled):
+    """Overwrite slots filled[page] and later of these pages, or what belongs to them in a coded page's grid."""
+    for block in arena.blocks:
+        for page in range(block.first, block.first + block.k.shape[0]):
+            n = filled.get(page, PAGE)
+            if n < PAGE and arena.format.codec is None:
+                for payload in (block.k, block.v):
+                    payload[page - block.first, n:].fill_(math.nan)
+            elif n < PAGE and not arena.format.codec.symmetric:
+                block.grid[page - block.first, -2 * PAGE :].view(2, PAGE)[:, n:] = math.nan
+            elif n == 0:
+                block.grid[page - block.first].fill_(math.nan)
+
+
+def poisoned_give(give):
+    def call(self, pages):
+        pages = list(pages)
+        give(self, pages)
+        taken = {b.first + i for b, used in zip(self.blocks, self._taken, strict=True) for i, u in enumerate(used) if u}
+        poison(self, {page: 0 for page in pages if page not in taken})
+
+    return call
 
 
 def poisoned(method):
@@ -66,5 +104,6 @@ def same_start_for_every_test():
 def poisoned_memory(monkeypatch):
     for owner, name in UNINITIALISED:
         monkeypatch.setattr(owner, name, poisoned_empty(getattr(owner, name)))
-    for name in ("append", "apply", "select_rows"):
+    for name in ("stage", "apply", "select_rows"):
         monkeypatch.setattr(LayerStore, name, poisoned(getattr(LayerStore, name)))
+    monkeypatch.setattr(Arena, "give", poisoned_give(Arena.give))

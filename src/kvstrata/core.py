@@ -37,10 +37,13 @@ class UnsupportedModelError(KvstrataError):
 
 
 class Tier(IntEnum):
-    """Where an entry lives after a plan. Coded tiers come between these two."""
+    """Where an entry lives after a plan, in order of precision."""
 
     DROP = 0
-    EXACT = 1
+    INT2 = 1
+    INT4 = 2
+    INT8 = 3
+    EXACT = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,7 @@ class Signals:
     queries: tuple[int, ...]  # [B] real tokens of each row in this forward
     mass: Tensor | None = None  # [B, H, N] fp32: attention of this forward, as the scorer's reduction sums it
     keys: Tensor | None = None  # [B, H, N, D]
+    tier: Tensor | None = None  # [B, 1|H, N] uint8, values of `Tier`; None where all are exact
 
 
 @dataclass(frozen=True, slots=True, eq=False)

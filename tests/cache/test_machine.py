@@ -26,7 +26,7 @@ from kvstrata.cache.layer import PREFILL_ABOVE
 from kvstrata.cache.report import build_report
 from kvstrata.cache.step import MOST_DRAFTS
 from kvstrata.core import InputError
-from kvstrata.kernels.attention import KERNELS, Softmax
+from kvstrata.kernels.attention import Softmax
 from kvstrata.policy import LayerRange, Policy, Rule, parse_policy
 from kvstrata.policy.budget import Tokens
 from kvstrata.policy.granularity import Token
@@ -35,7 +35,8 @@ from kvstrata.policy.scorers.attention import AccumulatedMass, WindowMass
 from kvstrata.policy.trigger import OnOverflow
 from kvstrata.store import Bytes
 
-LAYERS, DIM, ITEMSIZE, SOFTMAX = (2, 5), 4, 4, Softmax(0.5)  # numbers of the layers in a model
+KERNELS = ["native", "reference", "exact"]
+LAYERS, DIM, ITEMSIZE, SOFTMAX = (2, 5), 8, 4, Softmax(0.5)  # numbers of the layers in a model
 SURE = torch.tensor([50.0, 0, 0, 0, 0])  # logits of confidence 1; all alike have 0.21
 LENGTHS, SEEDS = st.integers(1, 6) | st.integers(1, 20) | st.just(70), st.integers(0, 999)
 
@@ -335,23 +336,26 @@ class Engine(StateMachine):
             slots = slots_of(layer)
             assert [list(map(set, heads)) for heads in slots] == [row.kept[i] for row in self.rows]
             for block in layer.store.blocks(split_rows=True):
-                b, head = block.rows.start, block.heads.start
-                at = slots[b][head % len(slots[b])]
-                for stored, fed in zip((block.k, block.v), self.rows[b].kv[i], strict=True):
-                    assert torch.equal(stored[0], fed[block.heads, at])
+                b = block.rows.start
+                for j, head in enumerate(range(self.heads)[block.heads]):
+                    at = slots[b][head % len(slots[b])]
+                    for stored, fed in zip((block.k, block.v), self.rows[b].kv[i], strict=True):
+                        assert torch.equal(stored[0, j], fed[head, at])
 
     @invariant()
     def bytes_are_those_of_the_tensors(self):
         account, full = self.cache.account, 0
         for i, layer in enumerate(self.layers):
             store, kept = layer.store, sum(len(positions) for row in self.rows for positions in row.kept[i])
-            numbers = 2 * DIM * (1 if store.per_head else self.heads) + len(store.columns)
-            parts = filter(torch.is_tensor, (*vars(store).values(), *store._columns.values()))
-            held = sum(part.untyped_storage().nbytes() for part in parts)
-            assert account.layers[LAYERS[i]] == Bytes(numbers * ITEMSIZE * kept, held, held)
-            assert (store.segments.entries, store.segments.fits(store.segments.lengths)) == (kept, True)
+            if store.exact and not store.exact.table.arena.has_shared:
+                numbers = 2 * DIM * (1 if store.per_head else self.heads) + len(store.columns)
+                assert account.parts[LAYERS[i]].live == numbers * ITEMSIZE * kept
             full += sum(row.seen - len(row.hidden) for row in self.rows) * self.heads * 2 * DIM * ITEMSIZE
-        assert astuple(account.now) == tuple(map(sum, zip(*map(astuple, account.layers.values()), strict=True)))
+        assert astuple(account.now) == tuple(map(sum, zip(*map(astuple, account.parts.values()), strict=True)))
+        tensors = [t for arena in self.cache.arenas for block in arena.blocks for t in block[1:]]
+        tensors += [t for layer in self.layers if layer.store.exact for t in layer.store.exact.columns.data.values()]
+        assert account.now.reserved == sum(t.untyped_storage().nbytes() for t in tensors)
+        assert account.now.held <= account.now.reserved
         assert all(now <= peak for now, peak in zip(astuple(account.now), astuple(account.peak), strict=True))
         assert self.cache.full_bytes == full
 

@@ -74,14 +74,14 @@ def test_chunked_prefill_never_stores_more_than_budget_and_chunk(name, chunk):
     model, ids, budget = tiny(), prompt(120), 20
     most = 0
     with kvstrata.compress(model, spec(name, budget)) as cache:
-        store, append = cache.strata[1].store, cache.strata[1].store.append
+        store, stage = cache.strata[1].store, cache.strata[1].store.stage
 
         def watch(*args):
             nonlocal most
-            append(*args)
+            stage(*args)
             most = max(most, store.longest)
 
-        store.append = watch
+        store.stage = watch
         feed(model, ids, cache, [chunk] * (120 // chunk))
         # up to 16 tokens at once are decode steps, where a policy for the prompt alone lets the cache grow
         grows = name in GROW and chunk <= 16

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvstrata.core import Column, Plan, Tier
+from kvstrata.kernels.pages import PAGE
 from kvstrata.store import Account, LayerStore
-from kvstrata.store.segments import PAGE
 
-DIM = 2
+DIM = 8
 MASS = Column("mass", torch.float32)
 layouts = pytest.mark.parametrize("per_head", [False, True], ids=["shared", "per-head"])
 
@@ -27,8 +27,8 @@ class Entry:
     v: list[list[float]]
 
 
-def new_store(per_head, layer=0):
-    return LayerStore(layer, [MASS], per_head, Account())
+def new_store(per_head, kernels="reference"):
+    return LayerStore(0, [MASS], per_head, Account(), kernels=kernels)
 
 
 def random_kv(rows, heads, queries, dim=DIM, dtype=torch.float32):
@@ -75,8 +75,12 @@ class Model(RuleBasedStateMachine):
     def width(self):
         return 1 if self.per_head else self.heads
 
-    @initialize(rows=st.integers(1, 3), heads=st.integers(1, 3))
-    def open(self, rows, heads):
+    @initialize(
+        rows=st.integers(1, 3), heads=st.integers(1, 3), kernels=st.sampled_from(["reference", "exact", "native"])
+    )
+    def open(self, rows, heads, kernels=None):
+        if kernels:
+            self.store = new_store(self.per_head, kernels)
         self.heads = heads
         self.seen = [0] * rows
         self.lists = [[[] for _ in range(heads // self.width)] for _ in range(rows)]
@@ -241,7 +245,7 @@ def test_memory_is_poisoned_here():
     assert torch.randn(2).new_empty(3).isnan().all()
     store = new_store(per_head=False)
     fill(store, [3])
-    assert store._k.isnan().any()
+    assert store.exact.table.arena.blocks[0].k.isnan().any()
     assert not store.keys().isnan().any()
 
 
@@ -373,9 +377,9 @@ def test_holes_are_filled_in_rows_of_unequal_room(per_head):
     store = new_store(per_head)
     k, _ = fill(store, [90, 150])
     keep_only(store, lambda b, h, i: i < 20 + 10 * b)  # laid out anew, so capacities differ
-    starts = store.segments.starts
+    pages = [list(pages) for pages in store.exact.table.pages]
     keep_only(store, lambda b, h, i: i not in (1, 4))
-    assert store.segments.starts == starts, "in place"
+    assert store.exact.table.pages == pages, "in place"
     kept = [i for i in range(30) if i not in (1, 4)]
     for head in range(2):
         assert torch.equal(in_order(store, store.keys(), 0, head), k[0, head, 60:80][kept[:18]])

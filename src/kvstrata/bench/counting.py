@@ -20,7 +20,9 @@ from kvstrata.kernels.mass import Reduction
 from kvstrata.policy.policy import Policy
 from kvstrata.policy.scorers import Stateless
 from kvstrata.store import Account, Bytes, LayerStore
-from kvstrata.store.segments import Segments
+from kvstrata.store.columns import Columns
+from kvstrata.store.exact import ExactTier
+from kvstrata.store.table import PageTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +65,23 @@ class _Stand(Stateless):
         return signals.position.float()
 
 
+class _CountingTier(ExactTier):
+    """Pages without memory."""
+
+    def write(self, k: Tensor, v: Tensor, tokens: Sequence[int]) -> None:
+        pass
+
+    def _move(self, source: PageTable, target: PageTable, segment: Tensor, at: Tensor, to: Tensor) -> None:
+        pass
+
+
 class _CountingStore(LayerStore):
     """Payload on the meta device, columns on the CPU."""
 
-    def _lay_out(self, segments: Segments, k: Tensor, v: Tensor) -> None:
-        super()._lay_out(segments, k.to("meta"), v.to("meta"))
-        self._columns = {c.name: torch.zeros(segments.slots, dtype=c.dtype) for c in self.columns}
+    _exact_tier = _CountingTier
 
-    def _copy(self, at: tuple[Tensor, Tensor], to: tuple[Tensor, Tensor], old: Sequence[Tensor]) -> None:
-        for before, now in zip(old[2:], self._buffers()[2:], strict=True):  # columns alone have numbers
-            now.index_copy_(0, to[1], before.index_select(0, at[1]))
+    def _new_columns(self, device: torch.device) -> Columns:
+        return super()._new_columns(torch.device("cpu"))
 
 
 class _CountingLayer(Layer):

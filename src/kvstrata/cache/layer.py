@@ -17,11 +17,11 @@ from torch import Tensor
 from kvstrata.cache.fed import Fed
 from kvstrata.cache.step import MOST_DRAFTS, Events, Mode, Pending
 from kvstrata.cache.stored import attend_stored, mass_of
-from kvstrata.core import InputError, LayerShape, Phase, Plan, Signals, Tier, UnsupportedModelError
+from kvstrata.core import InputError, LayerShape, Phase, Plan, Signals, SpecError, Tier, UnsupportedModelError
 from kvstrata.kernels.attention import KernelName, Softmax
 from kvstrata.kernels.mass import ALL_ROWS, Reduction
 from kvstrata.policy.policy import Policy, Rule
-from kvstrata.store import Account, LayerStore
+from kvstrata.store import Account, Arenas, LayerStore
 
 PREFILL_ABOVE = 16  # more queries than this at once are a prompt, not drafts
 
@@ -36,16 +36,16 @@ class Layer:
         num_layers: int,
         policy: Policy,
         account: Account,
-        kernels: KernelName = "reference",
+        kernels: KernelName = "auto",
         mode: Mode | None = None,
+        arenas: Arenas | None = None,
     ) -> None:
         self.index, self._depth, self._num_layers = index, depth, num_layers
-        self._kernels: KernelName = kernels
         self._mode = mode or Mode()
         self.fed = Fed()
         self._mode.clocks.append(self.fed)
         self.rules = policy.rules(index)
-        self.store = LayerStore(index, policy.columns(index), policy.per_head(index), account)
+        self.store = LayerStore(index, policy.columns(index), policy.per_head(index), account, arenas, kernels)
         self._restart()
 
     def _restart(self) -> None:
@@ -80,7 +80,7 @@ class Layer:
         if store.is_empty:
             return []
         head = head if store.per_head else 0
-        return store.column("position")[row, head, : store.lengths()[row][head]].sort().values.tolist()
+        return store.column("position")[row, head][store.valid()[row, head]].sort().values.tolist()
 
     # -- a forward ----------------------------------------------------------------------------------------------
 
@@ -113,8 +113,9 @@ class Layer:
             self._check_own(rule)
         if past is not None:
             self._hide(past)
-        self.store.append(k, v, tokens, self.seen or [0] * batch, self.step)
-        if self._kernels == "exact":  # which sums in order of position, as an uncompressed cache does
+        self.store.stage(k, v, tokens, self.seen or [0] * batch, self.step)
+        if self.store.kernels == "exact":  # which sums in order of position, as an uncompressed cache does
+            self.store.flush()
             self.store.sort()
         self.fed.add(queries, tokens)
         out = self._forward(q, tokens, softmax, own, rule)
@@ -159,7 +160,7 @@ class Layer:
     def _attend(
         self, q: Tensor, tokens: list[int], softmax: Softmax, reduction: Reduction | None, own: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        return attend_stored(self.store, q, tokens, softmax, reduction, own, self._kernels)
+        return attend_stored(self.store, q, tokens, softmax, reduction, own)
 
     def _join(self, this: Pending, q: Tensor, rule: Rule) -> None:
         """Put off a part of a prompt and join it to the parts before: scores are summed now, or queries kept."""
@@ -204,6 +205,11 @@ class Layer:
         if self._depth == 0 and len({clock.columns for clock in self._mode.clocks}) > 1:
             raise InputError("a forward was interrupted half-way, so layers hold different tokens: reset() the cache")
         if self.store.is_empty:
+            if k.device.type != "meta":
+                try:
+                    self.store.kernels_for(k, v)
+                except ValueError as error:
+                    raise SpecError(str(error)) from error
             shape = self.shape_of(k, v)
             for rule in self.rules.values():
                 for sure in (0.0, 1.0):
@@ -262,7 +268,7 @@ class Layer:
         self._settle(pending, rule, limits)
 
     def _due(self, rule: Rule, confidence: list[float] | None) -> list[tuple[int, ...]] | None:
-        """Limits per row if something is over them after this forward, else None."""
+        """Limits per row if something is over them after this forward, or would change tiers, else None."""
         limits = rule.limits(self.fed.real, confidence, self.shape)
         heads = self.store.segment_heads
         over = any(
@@ -271,7 +277,7 @@ class Layer:
             else any(n > caps[head % len(caps)] for head, n in enumerate(lengths))
             for lengths, caps in zip(self.store.lengths(), limits, strict=True)
         )
-        return limits if over else None
+        return limits if over or rule.tiers.due(self.store.exact_lengths()) else None
 
     @property
     def shape(self) -> LayerShape:
@@ -302,7 +308,9 @@ class Layer:
         columns = {column.name: store.column(column.name) for column in rule.scorer.columns}
         protected = rule.protected(position, valid, self.seen, limits) if limits else ~valid
         keys = store.keys() if limits and "keys" in rule.scorer.needs else None
-        return Signals(self.index, forward.step, position, valid, protected, columns, queries, forward.mass, keys)
+        return Signals(
+            self.index, forward.step, position, valid, protected, columns, queries, forward.mass, keys, store.tier()
+        )
 
     def _observe(self, rule: Rule, signals: Signals) -> Signals:
         """Update the columns by a forward and return the signals with them."""
@@ -323,7 +331,13 @@ class Layer:
             return
         position = self.store.column("position").long()
         found = hidden.to(position.device)[:, None].expand(-1, position.shape[1], -1).gather(2, position)
-        self.events.evicted += self.store.apply(Plan(torch.where(found, int(Tier.DROP), int(Tier.EXACT))))
+        self.events.evicted += self._drop(found)
+
+    def _drop(self, gone: Tensor) -> int:
+        """Drop these entries [B, 1|H, N] and return how many slots that freed; the others stay where they are."""
+        tier = self.store.tier()
+        stays = torch.full_like(gone, int(Tier.EXACT), dtype=torch.uint8) if tier is None else tier
+        return self.store.apply(Plan(stays.masked_fill(gone, int(Tier.DROP))))
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Make row i a copy of what is row `rows[i]` now (beams, repeats, selections)."""
@@ -364,7 +378,7 @@ class Layer:
         self.fed.crop(count)
         position, valid = self.store.column("position"), self.store.valid()
         end = torch.tensor(self.seen, device=position.device)[:, None, None]
-        self.store.apply(Plan(torch.where(valid & (position < end), int(Tier.EXACT), int(Tier.DROP))))
+        self._drop(~(valid & (position < end)))
 
 
 def _newest(q: Tensor, tokens: list[int], rows: int) -> list[Tensor]:

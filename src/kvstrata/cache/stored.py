@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvstrata.kernels.attention import KernelName, Softmax, attend
+from kvstrata.kernels.attention import Softmax, attend, attend_pages
 from kvstrata.kernels.mass import Reduction, column_lse, column_mass
-from kvstrata.store import LayerStore
+from kvstrata.store import Block, LayerStore
+
+MOST_ROWS = 16  # queries of one forward up to which paged kernels serve; more are a prompt, which torch does better
 
 
 def attend_stored(
@@ -17,32 +19,62 @@ def attend_stored(
     softmax: Softmax,
     reduction: Reduction | None,
     own: Tensor | None,
-    kernels: KernelName,
 ) -> tuple[Tensor, Tensor | None]:
     """Return out [B, H*G, Q, Dv] and mass [B, H, N] of q [B, H*G, Q, D], whose own entries are the newest.
 
-    The last tokens[b] queries of each row are real; out is zero for the others. Mass is None without a reduction.
-    `own` [B, Q, Q] bool replaces causality among the queries' own entries.
+    Entries that the store has not written yet are written on the way. The last tokens[b] queries of each row are real;
+    out is zero for the others. Mass is None without a reduction. `own` [B, Q, Q] bool replaces causality among the
+    queries' own entries.
     """
     split = len(set(tokens)) > 1 or tokens[0] < q.shape[2]
-    group = q.shape[1] // store.num_kv_heads
-    blocks = list(store.blocks(split_rows=split))
+    fresh = store.take_unwritten()
+    if store.kernels == "native" and q.shape[2] <= MOST_ROWS and own is None:
+        return attend_pages(
+            q,
+            store.pages(),
+            softmax=softmax,
+            reduction=reduction,
+            tokens=tokens if split else None,
+            new=fresh and fresh[:2],
+            widths=store.widths,
+        )
+    if fresh:
+        store.write(*fresh)
+    if fresh and not split and store.uniform and store.width == q.shape[2]:  # a prompt: no need to read it back
+        blocks = [Block(slice(0, store.batch_size), slice(0, store.num_kv_heads), *fresh[:2])]
+    else:
+        blocks = list(store.blocks(split_rows=split))
     if len(blocks) == 1 and not split:
-        done = attend(q, blocks[0].k, blocks[0].v, softmax=softmax, reduction=reduction, own=own, kernels=kernels)
+        k, v = blocks[0].k, blocks[0].v
+        done = attend(q, k, v, softmax=softmax, reduction=reduction, own=own, kernels=store.kernels)
         return done.out, done.mass
+    return _attend_blocks(store, blocks, q, tokens, softmax, reduction, own)
+
+
+def _attend_blocks(
+    store: LayerStore,
+    blocks: list[Block],
+    q: Tensor,
+    tokens: list[int],
+    softmax: Softmax,
+    reduction: Reduction | None,
+    own: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """The same, one rectangle after the other."""
+    group = q.shape[1] // store.num_kv_heads
     out = q.new_zeros(*q.shape[:3], blocks[0].v.shape[-1])
     mass = _no_mass(store, q.device) if reduction else None
     for block in blocks:
-        new = tokens[block.rows.start]
+        new = tokens[block.rows.start or 0]
         if new == 0:
             continue
         heads = slice(block.heads.start * group, block.heads.stop * group)
         part, of = q[block.rows, heads, -new:], _of_heads(softmax, heads)
         mine = None if own is None else own[block.rows, -new:, -new:]
-        done = attend(part, block.k, block.v, softmax=of, reduction=reduction, own=mine, kernels=kernels)
+        done = attend(part, block.k, block.v, softmax=of, reduction=reduction, own=mine, kernels=store.kernels)
         out[block.rows, heads, -new:] = done.out
         if mass is not None and done.mass is not None:
-            mass[block.rows, block.heads, : block.k.shape[2]] = done.mass
+            mass[block.rows, block.heads, _places(block, block.k.shape[2])] = done.mass
     return out, mass
 
 
@@ -62,12 +94,17 @@ def mass_of(store: LayerStore, queries: list[Tensor], softmax: Softmax, reductio
         k = block.k[:, :, : block.k.shape[2] - newer]
         lse = column_lse(q, k, scale=of.scale, softcap=of.softcap, sinks=of.sinks)
         part = column_mass(q, k, lse, scale=of.scale, softcap=of.softcap, reduction=reduction)
-        mass[block.rows, block.heads, : k.shape[2]] = part
+        mass[block.rows, block.heads, _places(block, k.shape[2])] = part
     return mass
 
 
 def _no_mass(store: LayerStore, device: torch.device) -> Tensor:
-    return torch.zeros(store.batch_size, store.num_kv_heads, store.longest, device=device)
+    return torch.zeros(store.batch_size, store.num_kv_heads, store.width, device=device)
+
+
+def _places(block: Block, n: int) -> slice | Tensor:
+    """Where the first n entries of a block stand in the dense forms."""
+    return slice(n) if block.slots is None else block.slots[:n]
 
 
 def _of_heads(softmax: Softmax, heads: slice) -> Softmax:

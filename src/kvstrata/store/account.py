@@ -35,19 +35,27 @@ NOTHING = Bytes()
 
 @dataclass(slots=True)
 class Account:
-    """The books of one cache: every store reports each change, so the peak between two steps is seen too."""
+    """The books of one cache: stores and arenas report each change, so the peak between two steps is seen too.
+
+    A layer reports what is live and held in it, and reserves its columns and copies in the making; an arena reserves
+    the pages of all layers.
+    """
 
     now: Bytes = Bytes()
     peak: Bytes = Bytes()
-    layers: dict[int, Bytes] = field(default_factory=dict[int, Bytes])
+    parts: dict[object, Bytes] = field(default_factory=dict[object, Bytes])  # by number of layer, or by arena
 
-    def set(self, layer: int, size: Bytes) -> None:
-        """Replace the figures of one layer."""
-        now = self.now = self.now.swapped(self.layers.get(layer, NOTHING), size)
+    def set(self, part: object, size: Bytes) -> None:
+        """Replace the figures of one layer or arena."""
+        now = self.now = self.now.swapped(self.parts.get(part, NOTHING), size)
         peak = self.peak
-        self.layers[layer] = size
+        self.parts[part] = size
         if now.live > peak.live or now.held > peak.held or now.reserved > peak.reserved:
             self.peak = peak.most(now)
+
+    def note_copies(self, nbytes: int) -> None:
+        """Let the peak know of bytes that exist for a moment beside all that is reserved."""
+        self.peak = self.peak.most(Bytes(reserved=self.now.reserved + nbytes))
 
     def restart_peak(self) -> None:
         """Forget the peak so far, to measure a later stretch alone."""

@@ -1,4 +1,4 @@
-"""The exact tier of one layer: entries in capacity buffers, appended in place, compacted and freed by plans."""
+"""The entries of one layer: an exact tier and coded ones, read as one, and plans applied to them."""
 
 from __future__ import annotations
 
@@ -8,49 +8,73 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvstrata.core import POSITION, STEP, Column, Plan, Tier
+from kvstrata.core import POSITION, Column, Plan, Tier
+from kvstrata.kernels import dispatch, entries
+from kvstrata.kernels.codec import CODECS
+from kvstrata.kernels.dispatch import Implementation, KernelName
+from kvstrata.kernels.pages import PAGE, Format, Pages
 from kvstrata.store.account import Account, Bytes
-from kvstrata.store.segments import STEADY, Segments
+from kvstrata.store.arena import Arenas
+from kvstrata.store.coded import CodedTier
+from kvstrata.store.columns import Columns
+from kvstrata.store.exact import ExactTier, Unwritten
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Block:
-    """A rectangle of rows and heads whose segments have one length, as views: k and v [b, h, n, D]."""
+    """A rectangle of rows and heads that hold as many entries: k and v [b, h, n, D].
+
+    `slots` [n] are the places of the entries in the dense forms, None where these are 0 .. n-1.
+    """
 
     rows: slice
     heads: slice
     k: Tensor
     v: Tensor
+    slots: Tensor | None = None
 
 
 class LayerStore:
     """Entries of one layer: keys, values and columns, per row or (`per_head`) per row and head.
 
-    Appending writes in place. A plan that drops few entries lets the last ones take their places, so slots of a
-    segment stand in no particular order and the position column tells. Buffers, one allocation each per layer, are
-    laid out anew when a segment is full (then with one page of slack each) or when a plan leaves more than a page
-    free; `held` equals `reserved` but for copies in the making. Views and blocks taken before a call that changes the
-    store are invalid after it.
+    Keys and values lie in pages of arenas that all layers share; each row and kv head is a segment with pages of its
+    own, shared between copies of a row until one of them is written to. Appending writes in place. A plan that drops
+    few entries lets the last ones take their places, so slots of a segment stand in no particular order and the
+    position column tells. Dense forms have the slots of the exact tier first, then those of each coded tier. Where
+    torch alone attends, the exact pages of a segment stand together, so that it works on views. Views and blocks taken
+    before a call that changes the store are invalid after it.
     """
 
-    def __init__(self, layer: int, columns: Sequence[Column], per_head: bool, account: Account) -> None:
+    _exact_tier, _coded_tier = ExactTier, CodedTier
+
+    def __init__(
+        self,
+        layer: int,
+        columns: Sequence[Column],
+        per_head: bool,
+        account: Account,
+        arenas: Arenas | None = None,
+        kernels: KernelName = "auto",
+    ) -> None:
         self.layer, self.per_head = layer, per_head
         self.columns = (POSITION, *(c for c in columns if c != POSITION))
         self._account = account
-        self._reset()
-
-    def _reset(self) -> None:
-        self.batch_size = self.num_kv_heads = 0
-        self.segments = Segments([])
-        self._ordered = True  # whether slots of every segment ascend in position
-        self._k = self._v = torch.empty(0)
-        self._columns: dict[str, Tensor] = {}
-        self._reserved = 0
-        self._account.set(self.layer, Bytes())
+        self._kernels: KernelName = kernels
+        self._arenas = arenas or Arenas(account)
+        self.kernels: Implementation = "reference"  # resolved when keys come
+        self.exact: ExactTier | None = None
+        self.reset()
 
     def reset(self) -> None:
         """Free everything, as if nothing had been stored."""
-        self._reset()
+        if self.exact is not None:
+            self.exact.table.free()
+            for tier in self.coded.values():
+                tier.free()
+        self.exact = None
+        self.coded: dict[Tier, CodedTier] = {}
+        self.batch_size = self.num_kv_heads = 0
+        self._account.set(self.layer, Bytes())
 
     # -- size ---------------------------------------------------------------------------------------------------
 
@@ -62,284 +86,298 @@ class LayerStore:
     @property
     def device(self) -> torch.device:
         """Where columns and masks live: with the keys."""
-        return self._columns[POSITION.name].device
+        return self._exact.columns.device
 
     @property
     def segment_heads(self) -> int:
-        """Segments per row: H where heads hold different tokens, else 1."""
+        """Segments per row that may differ: H where heads hold different tokens, else 1."""
         return self.num_kv_heads if self.per_head else 1
 
     @property
+    def width(self) -> int:
+        """N: slots of the dense forms."""
+        return sum(self.widths)
+
+    @property
+    def widths(self) -> list[int]:
+        """Slots of each tier in the dense forms."""
+        return [] if self.exact is None else [self.exact.width, *(tier.width for tier in self.coded.values())]
+
+    @property
     def longest(self) -> int:
-        """N: entries of the longest segment."""
-        return 0 if self.is_empty else self.segments.longest
+        """Entries of the longest segment."""
+        return max((n for row in self.lengths() for n in row), default=0)
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all segments hold as many entries, all of them exact."""
+        return self.exact is not None and self.exact.table.uniform and not self.coded
 
     def lengths(self) -> list[list[int]]:
         """Entries stored [B][1|H]."""
-        heads, flat = self.segment_heads, self.segments.lengths
-        return [flat[row * heads : (row + 1) * heads] for row in range(self.batch_size)]
+        if self.is_empty:
+            return []
+        found, heads = self._exact.lengths(), self.num_kv_heads
+        for tier in self.coded.values():
+            flat, step = tier.lengths(), heads // self.segment_heads
+            more = [flat[row * heads : (row + 1) * heads : step] for row in range(self.batch_size)]
+            found = [[a + b for a, b in zip(*pair, strict=True)] for pair in zip(found, more, strict=True)]
+        return found
+
+    def exact_lengths(self) -> list[list[int]]:
+        """Entries stored exactly [B][1|H]."""
+        return self._exact.lengths()
+
+    def tiers(self) -> dict[str, int]:
+        """Entries by tier, over rows and the segments of each."""
+        if self.exact is None:
+            return {"exact": 0}
+        served = self.num_kv_heads // self.segment_heads
+        counts = {tier.name.lower(): sum(coded.lengths()) // served for tier, coded in self.coded.items()}
+        return {"exact": sum(map(sum, self.exact_lengths())), **counts}
 
     @property
     def payload_itemsize(self) -> int:
         """Bytes of one number of a key."""
-        return self._k.element_size()
+        return self._exact.table.arena.format.dtype.itemsize
 
     @property
     def token_bytes(self) -> int:
         """Bytes of one token's key and value over all heads of the layer, as an uncompressed cache stores them."""
-        return 0 if self.is_empty else self.num_kv_heads * _payload_bytes(self._k, self._v)
+        return 0 if self.is_empty else self.num_kv_heads * self._exact.table.arena.page_bytes // PAGE
 
     @property
     def entry_bytes(self) -> int:
-        """Bytes of one entry over all heads of the layer, columns included."""
+        """Bytes of one exact entry over all heads of the layer, columns included."""
         return self.token_bytes + self._column_bytes * self.segment_heads
 
     def entry_bytes_of(self, k: Tensor, v: Tensor) -> int:
         """What `entry_bytes` will be once k and v [B, H, Q, D] are stored."""
-        heads = k.shape[1]
-        return heads * _payload_bytes(k, v) + self._column_bytes * (heads if self.per_head else 1)
+        heads, slot = k.shape[1], (k.shape[-1] + v.shape[-1]) * k.element_size()
+        return heads * slot + self._column_bytes * (heads if self.per_head else 1)
+
+    @property
+    def _exact(self) -> ExactTier:
+        assert self.exact is not None
+        return self.exact
 
     @property
     def _column_bytes(self) -> int:
         return sum(column.nbytes for column in self.columns)
 
-    def _settle_account(self, transient: int = 0) -> None:
-        per_slot = 0 if self.is_empty else self.entry_bytes // self.segment_heads
-        live, held = per_slot * self.segments.entries, per_slot * self.segments.slots
-        self._account.set(self.layer, Bytes(live, held, self._reserved + transient))
+    def _settle_account(self) -> None:
+        if self.exact is None or self.is_empty:
+            self._account.set(self.layer, Bytes())
+            return
+        tiers = (self.exact, *self.coded.values())
+        entries_stored = sum(map(sum, self.lengths()))
+        live = sum(tier.live_bytes() for tier in tiers) + entries_stored * self._column_bytes
+        held, columns = sum(tier.held_bytes() for tier in tiers), sum(tier.columns.nbytes for tier in tiers)
+        self._account.set(self.layer, Bytes(live, held, columns))
 
     # -- reading ------------------------------------------------------------------------------------------------
 
-    def blocks(self, split_rows: bool = False) -> Iterator[Block]:
-        """Yield views that cover every segment once, entries in slot order; one block where all lengths agree.
+    def pages(self) -> list[Pages]:
+        """Every tier as kernels see it."""
+        return [self._exact.table.view(), *(tier.view() for tier in self.coded.values())]
 
-        With `split_rows` rows come apart even then.
+    def blocks(self, split_rows: bool = False) -> Iterator[Block]:
+        """Yield rectangles that cover every segment once, exact entries last and in slot order.
+
+        One rectangle where all lengths agree and none is coded, unless `split_rows` asks for rows apart. Views where
+        pages stand together, else copies.
         """
-        segs, rows, heads = self.segments, self.batch_size, self.num_kv_heads
-        if segs.uniform and not split_rows:
-            shape, n = (rows, heads, segs.capacities[0]), segs.lengths[0]
-            k, v = (t.view(*shape, t.shape[-1])[:, :, :n] for t in (self._k, self._v))
-            yield Block(slice(rows), slice(heads), k, v)
+        rows, heads, table = self.batch_size, self.num_kv_heads, self._exact.table
+        if self.uniform and not split_rows:
+            k, v = table.regular() or self._gathered(range(rows * heads), table.longest)
+            yield Block(slice(0, rows), slice(0, heads), *(t.unflatten(0, (rows, heads)) for t in (k, v)))
             return
-        width = self._width
-        for index, (start, cap, n) in enumerate(zip(segs.starts, segs.capacities, segs.lengths, strict=True)):
-            row, head = divmod(index, self.segment_heads)
-            here = slice(start * width, (start + cap) * width)
-            k, v = (t[here].view(1, width, cap, t.shape[-1])[:, :, :n] for t in (self._k, self._v))
-            yield Block(slice(row, row + 1), slice(head, head + width), k, v)
+        regular = table.regular()
+        for row in range(rows):
+            lengths = table.lengths[row * heads : (row + 1) * heads]
+            width = heads if len(set(lengths)) == 1 and not self.coded else 1  # heads that one rectangle has
+            for head in range(0, heads, width):
+                first, n = row * heads + head, lengths[head]
+                if regular is not None:
+                    k, v = (t[first : first + width, :n] for t in regular)
+                else:
+                    k, v = (width == 1 and table.segment(first)) or self._gathered(range(first, first + width), n)
+                rectangle = slice(row, row + 1), slice(head, head + width)
+                yield self._with_coded(first, n, Block(*rectangle, k[None], v[None]))
+
+    def _gathered(self, segments: Sequence[int], n: int) -> tuple[Tensor, Tensor]:
+        """Copies k [segments, n, D] and v of the first n exact entries of each."""
+        pages = self._exact.table.view()
+        which = torch.tensor(segments, device=pages.table.device).repeat_interleave(n)
+        slot = torch.arange(n, device=which.device).repeat(len(segments))
+        k, v = entries.gather(pages, which, slot)
+        self._account.note_copies(k.nbytes + v.nbytes)
+        return k.unflatten(0, (len(segments), n)), v.unflatten(0, (len(segments), n))
+
+    def _with_coded(self, segment: int, exact: int, block: Block) -> Block:
+        """The block of one segment with its coded entries, decoded, before the exact ones."""
+        if not self.coded:
+            return block
+        parts = [(block.k[0, 0], block.v[0, 0], torch.arange(exact, device=self.device))]
+        offset = self.widths[0]
+        for tier in self.coded.values():
+            k, v, at = tier.decoded(segment)
+            parts.insert(-1, (k, v, at + offset))
+            offset += tier.width
+        k, v, slots = (torch.cat(part) for part in zip(*parts, strict=True))
+        return Block(block.rows, block.heads, k[None, None], v[None, None], slots)
 
     def keys(self) -> Tensor:
-        """All keys as [B, H, N, D] in slot order; zeros past a segment's length. A view where all lengths agree."""
-        if self.segments.uniform:
+        """All keys as [B, H, N, D] in dense order; zeros where no entry is. A view where all lengths agree."""
+        if self.uniform:
             return next(self.blocks()).k
-        dense = self._k.new_zeros(self.batch_size, self.num_kv_heads, self.longest, self._k.shape[1])
+        f = self._exact.table.arena.format
+        dense = torch.zeros(
+            self.batch_size,
+            self.num_kv_heads,
+            self.width,
+            f.k_dim,
+            dtype=f.dtype,
+            device=self._exact.table.arena.device,
+        )
         for block in self.blocks():
-            dense[block.rows, block.heads, : block.k.shape[2]] = block.k
+            slots = slice(block.k.shape[2]) if block.slots is None else block.slots
+            dense[block.rows, block.heads, slots] = block.k
         return dense
 
     def column(self, name: str) -> Tensor:
-        """One column as [B, 1|H, N] in slot order; zeros past a segment's length. Not to be written to."""
-        shape = (self.batch_size, self.segment_heads, -1)
-        flat, segs = self._columns[name], self.segments
-        if segs.uniform:
-            return flat.view(shape)[:, :, : segs.lengths[0]]
-        dense = flat[self._slots().clamp_max(segs.slots - 1)].view(shape)
-        return dense.masked_fill_(~self.valid(), 0)
+        """One column as [B, 1|H, N] in dense order; zeros where no entry is. Not to be written to."""
+        dense = self._exact.columns.data[name][:, :, : self._exact.width]
+        if self.coded:
+            dense = torch.cat([dense, *(tier.columns.data[name] for tier in self.coded.values())], dim=-1)
+        return dense if self.uniform else dense.masked_fill(~self.valid(), 0)
 
     def set_column(self, name: str, value: Tensor) -> None:
-        """Replace a column by value [B, 1|H, N]; what stands past a segment's length is ignored."""
-        flat, segs = self._columns[name], self.segments
-        if segs.uniform:
-            flat.view(value.shape[0], value.shape[1], -1)[:, :, : segs.lengths[0]] = value
-            return
-        valid = self.valid().flatten(0, 1)
-        flat[self._slots()[valid]] = value.flatten(0, 1)[valid].to(flat.dtype)
-
-    def sort(self) -> None:
-        """Put the entries of every segment into ascending order of position."""
-        if self._ordered or self.is_empty:
-            return
-        position = self.column("position").masked_fill(~self.valid(), torch.iinfo(torch.int32).max).flatten(0, 1)
-        order = position.argsort(dim=-1)
-        segment, place = self.valid().flatten(0, 1).nonzero(as_tuple=True)
-        at = self.segments.rows(self._width, segment, order[segment, place])
-        self._copy(at, self.segments.rows(self._width, segment, place), self._buffers())
-        self._ordered = True
-        self._settle_account()
+        """Replace a column by value [B, 1|H, N]; what stands where no entry is does not matter."""
+        exact, *coded = value.split(self.widths, dim=-1)
+        self._exact.columns.data[name][:, :, : self._exact.width] = exact
+        for tier, part in zip(self.coded.values(), coded, strict=True):
+            tier.columns.data[name][:] = part
 
     def valid(self) -> Tensor:
         """[B, 1|H, N] bool: which slots of the dense forms hold an entry."""
-        if self.segments.uniform:
-            whole = torch.ones(1, 1, 1, dtype=torch.bool, device=self.device)
-            return whole.expand(self.batch_size, self.segment_heads, self.longest)
-        lengths = torch.tensor(self.segments.lengths, device=self.device)
-        mask = torch.arange(self.longest, device=self.device) < lengths[:, None]
-        return mask.view(self.batch_size, self.segment_heads, -1)
+        valid = self._exact.valid()
+        return torch.cat([valid, *(tier.valid() for tier in self.coded.values())], dim=-1) if self.coded else valid
 
-    def _slots(self) -> Tensor:
-        """Slot number [segments, N] of every dense place; places past a length point at a neighbour's slot."""
-        device = self.device
-        return self.segments.starts_on(device)[:, None] + torch.arange(self.longest, device=device)
+    def tier(self) -> Tensor | None:
+        """[B, 1|H, N] uint8: the tier of every slot, or None where all are exact."""
+        if not self.coded:
+            return None
+        names = [Tier.EXACT, *self.coded]
+        parts = [torch.full((width,), int(tier)) for tier, width in zip(names, self.widths, strict=True)]
+        shape = (self.batch_size, self.segment_heads, self.width)
+        return torch.cat(parts).to(device=self.device, dtype=torch.uint8).expand(shape)
 
-    # -- writing ------------------------------------------------------------------------------------------------
+    # -- appending ----------------------------------------------------------------------------------------------
 
     def append(self, k: Tensor, v: Tensor, tokens: Sequence[int], first: Sequence[int], step: int) -> None:
         """Store the last `tokens[b]` entries of each row of k and v [B, H, Q, D], in place where there is room.
 
         `first[b]` is the position of the first of them; `step` the number of this forward.
         """
-        first_time = self.is_empty
-        if first_time:
+        self.stage(k, v, tokens, first, step)
+        self.flush()
+
+    def stage(self, k: Tensor, v: Tensor, tokens: Sequence[int], first: Sequence[int], step: int) -> None:
+        """Do all of `append` but the writing of keys and values, which attention can do on its way."""
+        if self.is_empty:
+            self.kernels = self.kernels_for(k, v)
+            form = Format(None, k.dtype, k.shape[-1], v.shape[-1])
+            arena = self._arenas.get(form, k.device, self.kernels == "native")
             self.batch_size, self.num_kv_heads = k.shape[:2]
-        new = list(tokens) if self.segment_heads == 1 else [n for n in tokens for _ in range(self.segment_heads)]
-        if first_time:
-            self._lay_out(Segments.fit(new), k, v)
-            self.segments.resize([0] * len(new))
-        old = self.segments
-        grown = [n + more for n, more in zip(old.lengths, new, strict=True)]
-        if not old.has_room(grown):
-            self._move(old.lengths, Segments.fit(grown))
-        self.segments.resize(grown)
-        alike = len(set(tokens)) == 1 and self.segments.uniform
-        for block in self.blocks(split_rows=not alike):
-            if count := tokens[block.rows.start or 0]:
-                part = (block.rows, block.heads, slice(-count, None))
-                whole = alike and count == k.shape[2]
-                block.k[:, :, -count:] = k if whole else k[part]
-                block.v[:, :, -count:] = v if whole else v[part]
-        alike = alike and len(set(first)) == 1
-        for name, flat in self._columns.items():
-            for row, tail in self._tails(flat, tokens, alike):
-                if name == POSITION.name and tokens[row] > 1:
-                    tail.copy_(torch.arange(first[row], first[row] + tokens[row], device=flat.device))
-                else:
-                    tail.fill_(first[row] if name == POSITION.name else step if name == STEP.name else 0)
+            columns = self._new_columns(k.device)
+            together = self.kernels in ("reference", "exact")
+            self.exact = self._exact_tier(arena, columns, self.num_kv_heads, together, self._account)
+        self._exact.stage(k, v, tokens, first, step)
         self._settle_account()
 
-    def _tails(self, flat: Tensor, tokens: Sequence[int], alike: bool) -> Iterator[tuple[int, Tensor]]:
-        """Yield (row, view [segments, tokens[row]]) of the newest slots of a column; all rows at once if alike."""
-        segs = self.segments
-        if alike:
-            n = segs.lengths[0]
-            yield 0, flat.view(len(segs.lengths), -1)[:, n - tokens[0] : n]
-            return
-        for index, (start, n) in enumerate(zip(segs.starts, segs.lengths, strict=True)):
-            row = index // self.segment_heads
-            yield row, flat[None, start + n - tokens[row] : start + n]
+    def take_unwritten(self) -> Unwritten | None:
+        """What is staged and not written; the caller writes it."""
+        if self.exact is None:
+            return None
+        staged, self.exact.unwritten = self.exact.unwritten, None
+        return staged
+
+    def write(self, k: Tensor, v: Tensor, tokens: Sequence[int]) -> None:
+        """Write what was staged."""
+        self._exact.write(k, v, tokens)
+
+    def flush(self) -> None:
+        """Write what is staged, if it is not written yet."""
+        if staged := self.take_unwritten():
+            self.write(*staged)
+
+    def kernels_for(self, k: Tensor, v: Tensor) -> Implementation:
+        """The kernels that serve keys and values like these.
+
+        Raises `ValueError` where those asked for cannot.
+        """
+        return dispatch.choose(self._kernels, Format(None, k.dtype, k.shape[-1], v.shape[-1]), k.device)
+
+    def _new_columns(self, device: torch.device) -> Columns:
+        return Columns(self.columns, self.batch_size, self.segment_heads, device)
+
+    # -- plans --------------------------------------------------------------------------------------------------
 
     def apply(self, plan: Plan) -> int:
-        """Free every entry whose tier is DROP, close the holes and return how many slots of payload were freed.
+        """Move every entry to its tier, free those whose tier is DROP, and return how many slots of payload those were.
 
-        The plan's heads axis must be the store's. A plan that drops nothing copies nothing.
+        The plan's heads axis must be the store's. Entries move from exact to coded, whole pages of 64 at a time in
+        every segment; coded entries stay or are dropped. A plan that changes nothing copies nothing.
         """
-        keep = plan.tier != Tier.DROP
-        if not self.segments.uniform:
-            keep &= self.valid()
-        kept: list[int] = keep.sum(dim=-1).flatten().tolist()
-        before = self.segments.lengths
-        if kept == before:
-            return 0
-        close = self._fill_holes if self.segments.fits(kept) else self._close_up
-        close(keep.flatten(0, 1), kept)
+        before, exact = sum(map(sum, self.lengths())), self._exact
+        mine, *others = plan.tier.expand(self.batch_size, self.segment_heads, -1).split(self.widths, dim=-1)
+        for (name, tier), part in zip(list(self.coded.items()), others, strict=True):
+            keep = part != Tier.DROP
+            if not bool((keep | ~tier.valid()).all()):
+                tier.drop(keep)
+                if not tier.width:
+                    del self.coded[name]
+        coded = (mine != Tier.DROP) & (mine != Tier.EXACT)
+        if bool(coded.any()):
+            coded &= exact.valid()
+            for name in sorted({Tier(value) for value in mine[coded].unique().tolist()}):
+                (self.coded.get(name) or self._open(name)).take(exact, coded & (mine == name), self._account)
+        exact.drop((mine != Tier.DROP) & ~coded)
         self._settle_account()
-        return sum(before) - sum(kept)
+        return before - sum(map(sum, self.lengths()))
+
+    def _open(self, name: Tier) -> CodedTier:
+        """A coded tier without entries."""
+        f = self._exact.table.arena.format
+        form = Format(CODECS[name.name.lower()], f.dtype, f.k_dim, f.v_dim)
+        device = self._exact.table.arena.device
+        native = self.kernels == "native" and dispatch.native_serves(form, device)
+        if self.kernels == "native" and not native:
+            raise ValueError(f"native kernels need a head_dim that 16 divides for coded entries, not {f.k_dim}")
+        arena = self._arenas.get(form, device, native)
+        self.coded[name] = self._coded_tier(arena, self._new_columns(self.device), self.num_kv_heads)
+        return self.coded[name]
+
+    def sort(self) -> None:
+        """Put the exact entries of every segment into ascending order of position."""
+        if not self.is_empty:
+            self._exact.sort()
+            self._settle_account()
 
     def select_rows(self, rows: Sequence[int]) -> None:
-        """Make row i a copy of what is row `rows[i]` now; rows may repeat or be left out."""
-        heads, old = self.segment_heads, self.segments
-        picked = [row * heads + head for row in rows for head in range(heads)]
-        source = Segments(
-            [old.lengths[i] for i in picked],
-            [old.capacities[i] for i in picked],
-            [old.starts[i] for i in picked],
-        )
+        """Make row i a copy of what is row `rows[i]` now; rows may repeat or be left out. Copies share their pages."""
+        if not rows:
+            self.reset()
+            return
+        heads, picked = self.num_kv_heads, torch.tensor(rows, dtype=torch.long, device=self.device)
+        self._exact.select_rows(rows, picked)
+        for tier in self.coded.values():
+            tier.select([row * heads + head for row in rows for head in range(heads)], picked)
         self.batch_size = len(rows)
-        self.segments = source
-        self._move(source.lengths, Segments.fit(source.lengths))
         self._settle_account()
 
-    # -- layout -------------------------------------------------------------------------------------------------
-
-    def _lay_out(self, segments: Segments, k: Tensor, v: Tensor) -> None:
-        """Allocate for `segments`; k and v give head_dim, dtype and device."""
-        width, slots = self._width, segments.slots
-        self.segments = segments
-        self._k = k.new_empty(slots * width, k.shape[-1])
-        self._v = v.new_empty(slots * width, v.shape[-1])
-        self._columns = {c.name: torch.zeros(slots, dtype=c.dtype, device=k.device) for c in self.columns}
-        self._reserved = _nbytes(*self._buffers())
-
-    def _move(self, lengths: list[int], target: Segments) -> None:
-        """Copy the first lengths[i] entries of every segment into buffers laid out as `target`."""
-        old_k, old_v, old_columns, source = self._k, self._v, self._columns, self.segments
-        self._lay_out(target, old_k, old_v)
-        width = self._width
-        for i, n in enumerate(lengths):
-            for head in range(width):
-                to = target.starts[i] * width + head * target.capacities[i]
-                at = source.starts[i] * width + head * source.capacities[i]
-                self._k[to : to + n] = old_k[at : at + n]
-                self._v[to : to + n] = old_v[at : at + n]
-            for name, flat in self._columns.items():
-                flat[target.starts[i] : target.starts[i] + n] = old_columns[name][
-                    source.starts[i] : source.starts[i] + n
-                ]
-        self._settle_account(_nbytes(old_k, old_v, *old_columns.values()))
-
-    def _fill_holes(self, keep: Tensor, kept: list[int]) -> None:
-        """Let the last kept entries of every segment take the places of those dropped before them: few are copied."""
-        dropped: list[list[int]] = [[] for _ in kept]
-        for index, slot in (~keep).nonzero().tolist():
-            dropped[index].append(slot)
-        at: list[tuple[int, int]] = []  # (segment, slot) of those that move
-        to: list[tuple[int, int]] = []
-        for index, (gone, end, n) in enumerate(zip(dropped, kept, self.segments.lengths, strict=True)):
-            last = [slot for slot in range(end, n) if slot not in gone]
-            at += [(index, slot) for slot in last]
-            to += [(index, slot) for slot in gone[: len(last)]]
-        if at:
-            self._copy(self._rows_of(at), self._rows_of(to), self._buffers())
-            self._ordered = False
-        self.segments.resize(kept)
-
-    def _rows_of(self, slots: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-        """Rows of the payload and of the columns for these (segment, slot); for few of them."""
-        starts, caps, width, device = self.segments.starts, self.segments.capacities, self._width, self.device
-        payload = [starts[i] * width + head * caps[i] + slot for i, slot in slots for head in range(width)]
-        if width == 1:
-            return (rows := torch.tensor(payload, device=device)), rows
-        return torch.tensor(payload, device=device), torch.tensor([starts[i] + n for i, n in slots], device=device)
-
-    def _close_up(self, keep: Tensor, kept: list[int]) -> None:
-        """Copy the kept entries into smaller buffers, in the order they had."""
-        source, old, width = self.segments, self._buffers(), self._width
-        self._lay_out(Segments.fit(kept, STEADY), self._k, self._v)
-        segment, at = keep.nonzero(as_tuple=True)
-        place = (keep.cumsum(dim=-1) - 1)[segment, at]
-        self._copy(source.rows(width, segment, at), self.segments.rows(width, segment, place), old)
-
-    def _copy(self, at: tuple[Tensor, Tensor], to: tuple[Tensor, Tensor], old: Sequence[Tensor]) -> None:
-        """Copy rows `at` of `old` to rows `to` of the present buffers; each names rows of payload and of columns."""
-        away = [before for before, now in zip(old, self._buffers(), strict=True) if before is not now]
-        gathered = at[0].numel() * max(t[0].nbytes for t in old[:2])  # the largest copy in the making
-        self._settle_account(_nbytes(*away) + gathered)
-        for index, (before, now) in enumerate(zip(old, self._buffers(), strict=True)):
-            column = index > 1  # keys and values come first
-            now.index_copy_(0, to[column], before.index_select(0, at[column]))
-
-    def _buffers(self) -> tuple[Tensor, ...]:
-        return (self._k, self._v, *self._columns.values())
-
-    @property
-    def _width(self) -> int:
-        """Heads that one segment serves: payload rows per slot."""
-        return 1 if self.per_head else self.num_kv_heads
-
-
-def _payload_bytes(k: Tensor, v: Tensor) -> int:
-    """Bytes of one head's key and value."""
-    return (k.shape[-1] + v.shape[-1]) * k.element_size()
-
-
-def _nbytes(*tensors: Tensor) -> int:
-    return sum(t.untyped_storage().nbytes() for t in tensors)
+    def unshare(self) -> None:
+        """Give every row exact pages of its own, as if it had been fed alone."""
+        self._exact.unshare()
+        self._settle_account()

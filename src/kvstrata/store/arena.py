@@ -1,0 +1,177 @@
+"""Memory of one format on one device, in blocks of pages that all layers of a cache share."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvstrata.kernels import dispatch
+from kvstrata.kernels.pages import Block, Format
+from kvstrata.store.account import Account, Bytes
+
+GROWTH = 16  # a block made for few pages has a sixteenth of what there is, so that blocks stay few
+
+
+class Arena:
+    """Pages by number: taken, shared, given back. A block that nobody uses goes back to the system at once."""
+
+    def __init__(self, format: Format, device: torch.device, account: Account, native: bool = False) -> None:
+        self.format, self.device = format, device
+        self.blocks: list[Block] = []  # ascending
+        self.native: Any = dispatch.native_arena(format) if native else None
+        self._account = account
+        self._taken: list[bytearray] = []  # of every block: 1 where a page is in use
+        self._extra: Counter[int] = Counter()  # users beyond the first of a page that has several
+        self._pages = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "native": self.native is not None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copied arena has a native twin of its own."""
+        self.__dict__.update(state)
+        self.native = dispatch.native_arena(self.format) if state["native"] else None
+        for block in self.blocks:
+            self._tell_native(block)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page with its grid."""
+        f = self.format
+        payload = (torch.Size(f.k_shape).numel() + torch.Size(f.v_shape).numel()) * f.payload_dtype.itemsize
+        return payload + f.grid_numbers * f.grid_dtype.itemsize
+
+    @property
+    def has_shared(self) -> bool:
+        """Whether any page has several users."""
+        return bool(self._extra)
+
+    def is_shared(self, page: int) -> bool:
+        """Whether a page has several users, so that writing to it needs a copy first."""
+        return page in self._extra
+
+    def take(self, count: int, together: bool) -> list[int]:
+        """Take pages, with consecutive numbers in one block where that needs no new block, or always if `together`."""
+        if count == 0:
+            return []
+        for block, taken in zip(self.blocks, self._taken, strict=True):
+            if (start := taken.find(bytes(count))) >= 0:
+                return self._mark(block, taken, range(start, start + count))
+        found: list[int] = []
+        if not together:
+            for block, taken in zip(self.blocks, self._taken, strict=True):
+                free = [i for i, used in enumerate(taken) if not used][: count - len(found)]
+                found += self._mark(block, taken, free)
+        if missing := count - len(found):
+            found += self._mark(*self._new_block(max(missing, self._pages // GROWTH)), range(missing))
+        return found
+
+    def share(self, pages: Iterable[int]) -> None:
+        """Add a user to every page."""
+        self._extra.update(pages)
+
+    def give(self, pages: Iterable[int]) -> None:
+        """Let go of pages; those without users are free, and blocks without any go."""
+        for page in pages:
+            if page in self._extra:
+                self._extra[page] -= 1
+                if not self._extra[page]:
+                    del self._extra[page]
+                continue
+            number = self._number(page)
+            self._taken[number][page - self.blocks[number].first] = 0
+        for number in reversed(range(len(self.blocks))):
+            if not any(self._taken[number]):
+                gone = self.blocks.pop(number)
+                del self._taken[number]
+                self._pages -= gone.k.shape[0]
+                if self.native is not None:
+                    self.native.remove(gone.first)
+        self._settle_account()
+
+    def read(self, pages: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Copies of what these pages hold: k [n, ...], v and grid, as a `Block` has them."""
+        found = [(self.blocks[self._number(page)], page) for page in pages]
+        if not found:
+            f = self.format
+            shapes = [(f.k_shape, f.payload_dtype), (f.v_shape, f.payload_dtype), ((f.grid_numbers,), f.grid_dtype)]
+            k, v, grid = (torch.empty(0, *shape, dtype=dtype, device=self.device) for shape, dtype in shapes)
+            return k, v, grid
+        at = [(block, page - block.first) for block, page in found]
+        return (
+            torch.stack([block.k[i] for block, i in at]),
+            torch.stack([block.v[i] for block, i in at]),
+            torch.stack([block.grid[i] for block, i in at]),
+        )
+
+    def write(self, pages: Sequence[int], k: Tensor, v: Tensor, grid: Tensor) -> None:
+        """Fill these pages with what `read` gives."""
+        for i, page in enumerate(pages):
+            block = self.blocks[self._number(page)]
+            at = page - block.first
+            block.k[at], block.v[at], block.grid[at] = k[i], v[i], grid[i]
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copy everything of one page to another."""
+        k, v, grid = self.read([source])
+        self.write([target], k, v, grid)
+
+    def _mark(self, block: Block, taken: bytearray, places: Iterable[int]) -> list[int]:
+        pages: list[int] = []
+        for place in places:
+            taken[place] = 1
+            pages.append(block.first + place)
+        return pages
+
+    def _number(self, page: int) -> int:
+        """Which block a page lies in."""
+        return next(i for i, b in enumerate(self.blocks) if b.first <= page < b.first + b.k.shape[0])
+
+    def _new_block(self, pages: int) -> tuple[Block, bytearray]:
+        number, first = 0, 0  # the lowest numbers that no block has
+        for number, block in enumerate([*self.blocks, None]):
+            if block is None or block.first - first >= pages:
+                break
+            first = block.first + block.k.shape[0]
+        f = self.format
+        block = Block(
+            first,
+            torch.empty(pages, *f.k_shape, dtype=f.payload_dtype, device=self.device),
+            torch.empty(pages, *f.v_shape, dtype=f.payload_dtype, device=self.device),
+            torch.empty(pages, f.grid_numbers, dtype=f.grid_dtype, device=self.device),
+        )
+        self.blocks.insert(number, block)
+        self._taken.insert(number, bytearray(pages))
+        self._pages += pages
+        self._tell_native(block)
+        self._settle_account()
+        return block, self._taken[number]
+
+    def _tell_native(self, block: Block) -> None:
+        if self.native is not None:
+            self.native.add(*block)
+
+    def _settle_account(self) -> None:
+        self._account.set(self, Bytes(reserved=self._pages * self.page_bytes))
+
+
+class Arenas:
+    """The arenas of one cache, one for each format and device, made when first asked for."""
+
+    def __init__(self, account: Account) -> None:
+        self._account = account
+        self._made: dict[tuple[Format, torch.device, bool], Arena] = {}
+
+    def __iter__(self) -> Iterator[Arena]:
+        return iter(self._made.values())
+
+    def get(self, format: Format, device: torch.device, native: bool) -> Arena:
+        """The arena for pages of this format, known to native kernels or not."""
+        key = (format, device, native)
+        if key not in self._made:
+            self._made[key] = Arena(format, device, self._account, native)
+        return self._made[key]

@@ -1,0 +1,182 @@
+"""A coded tier of one layer: pages written once, from which entries may still be dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvstrata.kernels import dispatch, entries
+from kvstrata.kernels.codec import packing
+from kvstrata.kernels.pages import PAGE, Pages
+from kvstrata.store.account import Account
+from kvstrata.store.arena import Arena
+from kvstrata.store.columns import Columns
+from kvstrata.store.exact import ExactTier
+
+
+class CodedTier:
+    """Whole pages under one codec for S segments in order (row, kv head); slot t lies in page t // 64.
+
+    An entry is coded once. When some of a page are dropped the others move together inside it, since its grid is its
+    own: `fills` counts them, and a page without any is given back.
+    """
+
+    def __init__(self, arena: Arena, columns: Columns, num_kv_heads: int) -> None:
+        rows, heads = columns.shape
+        self.arena, self.columns = arena, columns
+        self._served = num_kv_heads // heads  # kv heads that one segment of the columns serves
+        self.pages: list[list[int]] = [[] for _ in range(rows * num_kv_heads)]
+        self.fills: list[list[int]] = [[] for _ in range(rows * num_kv_heads)]
+        self._view: Pages | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_view": None}
+
+    # -- size ---------------------------------------------------------------------------------------------------
+
+    @property
+    def width(self) -> int:
+        """Slots of the longest segment, those of dropped entries included."""
+        return self.columns.room
+
+    def lengths(self) -> list[int]:
+        """Entries of every segment."""
+        return [sum(fills) for fills in self.fills]
+
+    def live_bytes(self) -> int:
+        """Codes of the entries, and grids; shared pages once."""
+        filled: dict[int, int] = {}
+        for pages, fills in zip(self.pages, self.fills, strict=True):
+            filled.update(zip(pages, fills, strict=True))
+        f = self.arena.format
+        grids = f.grid_numbers * f.grid_dtype.itemsize * len(filled)
+        return grids + sum(filled.values()) * (self.arena.page_bytes - f.grid_numbers * f.grid_dtype.itemsize) // PAGE
+
+    def held_bytes(self) -> int:
+        """Pages, shared ones once, and columns."""
+        return len({page for pages in self.pages for page in pages}) * self.arena.page_bytes + self.columns.nbytes
+
+    # -- reading ------------------------------------------------------------------------------------------------
+
+    def valid(self) -> Tensor:
+        """[B, 1|H, width] bool: which slots hold an entry."""
+        fills = self._fill_tensor()[:: self._served].view(*self.columns.shape, -1, 1).to(self.columns.device)
+        return (torch.arange(PAGE, device=fills.device) < fills).flatten(2)
+
+    def view(self) -> Pages:
+        """What kernels see; valid until something changes."""
+        if self._view is None:
+            width = self.width // PAGE
+            rows = [pages + [0] * (width - len(pages)) for pages in self.pages]
+            device = self.arena.device
+            table = torch.tensor(rows, dtype=torch.int32, device=device).view(len(rows), width)
+            lengths = torch.tensor([len(p) * PAGE for p in self.pages], dtype=torch.int32, device=device)
+            fills = self._fill_tensor()
+            native = dispatch.native_pages(self.arena.native, table, lengths, fills)
+            self._view = Pages(self.arena.format, self.arena.blocks, table, lengths, native, fills)
+        return self._view
+
+    def _fill_tensor(self) -> Tensor:
+        width = self.width // PAGE
+        rows = [fills + [0] * (width - len(fills)) for fills in self.fills]
+        return torch.tensor(rows, dtype=torch.int32, device=self.arena.device).view(len(rows), width)
+
+    def decoded(self, segment: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys [n, D] and values of one segment's entries as their codes give them, and their slots [n]."""
+        slots = [i * PAGE + j for i, n in enumerate(self.fills[segment]) for j in range(n)]
+        at, f = torch.tensor(slots, dtype=torch.long, device=self.arena.device), self.arena.format
+        k, v = packing.unpack(f, *self.arena.read(self.pages[segment]), native=self.arena.native)
+        return k.flatten(0, 1)[at].to(f.dtype), v.flatten(0, 1)[at].to(f.dtype), at
+
+    # -- change -------------------------------------------------------------------------------------------------
+
+    def take(self, exact: ExactTier, chosen: Tensor, account: Account) -> int:
+        """Code the chosen exact entries [B, 1|H, n], by position 64 to a page; they are still to be dropped there.
+
+        Return how many of their numbers were not finite. Raises `ValueError` unless every segment gives whole pages.
+        """
+        counts: list[int] = chosen.sum(dim=-1).flatten().tolist()
+        if any(count % PAGE for count in counts):
+            raise ValueError(f"entries are coded {PAGE} at a time in every row and head, not {max(counts)}")
+        position = exact.columns.data["position"][:, :, : exact.width]
+        order = position.masked_fill(~chosen, torch.iinfo(torch.int32).max).argsort(dim=-1)
+        end = torch.tensor(counts, device=order.device).view(*chosen.shape[:2], 1)
+        places = (torch.arange(exact.width, device=order.device) < end).nonzero()
+        at = order[places.unbind(1)]
+        segment, at_each, _ = exact.by_segment(places, at)
+        by_segment = segment.argsort(stable=True)
+        k, v = entries.gather(exact.table.view(), segment[by_segment], at_each[by_segment])
+        account.note_copies(k.nbytes + v.nbytes)
+        packed = packing.pack(
+            self.arena.format, k.unflatten(0, (-1, PAGE)), v.unflatten(0, (-1, PAGE)), self.arena.native
+        )
+        base = torch.tensor([len(pages) * PAGE for pages in self.pages[:: self._served]], device=order.device)
+        self._add(packed, [count // PAGE for count in counts for _ in range(self._served)])
+        row, head, slot = places.unbind(1)
+        new = slot + base.view(*chosen.shape[:2])[row, head]
+        self.columns.move((row, head, at), (row, head, new), exact.columns)
+        return packed.nonfinite
+
+    def _add(self, packed: packing.Packed, counts: Sequence[int]) -> None:
+        """Store coded pages, counts[s] of them for segment s in order, with room for their columns."""
+        taken = self.arena.take(sum(counts), together=False)
+        self.arena.write(taken, packed.k, packed.v, packed.grid)
+        source = iter(taken)
+        for pages, fills, count in zip(self.pages, self.fills, counts, strict=True):
+            pages += [next(source) for _ in range(count)]
+            fills += [PAGE] * count
+        self._settle()
+
+    def _settle(self) -> None:
+        self._view = None
+        room = max(map(len, self.pages), default=0) * PAGE
+        if self.columns.room != room:
+            self.columns.resize(room)
+
+    def drop(self, keep: Tensor) -> None:
+        """Drop every entry whose keep [B, 1|H, width] is False."""
+        keep = keep & self.valid()
+        by_page = keep.unflatten(2, (-1, PAGE))  # [B, 1|H, P, 64]
+        inside = (~by_page).to(torch.uint8).argsort(dim=-1, stable=True)  # survivors first
+        left = by_page.sum(dim=-1)
+        outside = (left == 0).to(torch.uint8).argsort(dim=-1, stable=True)  # pages with survivors first
+        fills: list[list[int]] = left.flatten(0, 1).repeat_interleave(self._served, dim=0).tolist()
+        for s, (pages, before, after) in enumerate(zip(self.pages, self.fills, fills, strict=True)):
+            for place, page in enumerate(pages):
+                if 0 < after[place] < before[place]:
+                    order = inside.flatten(0, 1)[s // self._served, place]
+                    pages[place] = self._shuffle(page, order)
+            stays = [place for place in range(len(pages)) if after[place]]
+            self.arena.give(page for place, page in enumerate(pages) if not after[place])
+            self.pages[s], self.fills[s] = [pages[i] for i in stays], [after[i] for i in stays]
+        self._view = None
+        slots = outside[..., None] * PAGE + inside.gather(2, outside[..., None].expand(-1, -1, -1, PAGE))
+        room = max(map(len, self.pages), default=0) * PAGE
+        self.columns.gather(slots.flatten(2)[:, :, :room], room)
+
+    def _shuffle(self, page: int, order: Tensor) -> int:
+        """Let slot j of a page be what slot order[j] was; return the page, a copy where others use it too."""
+        f = self.arena.format
+        [moved] = self.arena.take(1, together=False) if self.arena.is_shared(page) else [page]
+        self.arena.write([moved], *packing.reorder(f, *self.arena.read([page]), order[None]))
+        if moved != page:
+            self.arena.give([page])
+        return moved
+
+    def select(self, segments: Sequence[int], rows: Tensor) -> None:
+        """Make segment i what segment segments[i] is now, sharing its pages; `rows` are the rows of that."""
+        before = self.pages
+        self.pages = [list(before[s]) for s in segments]
+        self.fills = [list(self.fills[s]) for s in segments]
+        self.arena.share(page for pages in self.pages for page in pages)
+        self.arena.give(page for pages in before for page in pages)
+        self.columns.select_rows(rows)
+        self._settle()
+
+    def free(self) -> None:
+        """Give every page back."""
+        self.arena.give(page for pages in self.pages for page in pages)
+        self.pages, self.fills, self._view = [], [], None
