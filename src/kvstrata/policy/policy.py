@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from kvstrata.core import PHASES, Column, LayerShape, Phase, Plan, Signals, SpecError
-from kvstrata.policy.budget import Budget, HeadTokens
+from kvstrata.policy.budget import Budget, HeadTokens, Share
 from kvstrata.policy.granularity import Token
 from kvstrata.policy.protect import Protect
 from kvstrata.policy.scorers import Scorer
+from kvstrata.policy.scorers.recency import Recency
 from kvstrata.policy.select import select
-from kvstrata.policy.tiering import Native
+from kvstrata.policy.tiering import ByAge, Native
 from kvstrata.policy.trigger import OnOverflow
 
 
@@ -26,7 +28,7 @@ class Rule:
     scorer: Scorer
     budget: Budget
     granularity: Token = Token()
-    tiers: Native = Native()
+    tiers: Native | ByAge = Native()
     trigger: OnOverflow = OnOverflow()
     protect: Protect = Protect()
 
@@ -77,7 +79,7 @@ class Rule:
                 stored, full = stored.sum(dim=1, keepdim=True), full.sum(dim=1, keepdim=True)
             cap = torch.where(stored > full, target, cap)
         keep = select(z.expand(shape), signals.position, cap, protected, valid, pooled)
-        return Plan(self.tiers.assign(keep), (z.isnan() & signals.valid).sum())
+        return Plan(self.tiers.assign(keep, signals), (z.isnan() & signals.valid).sum())
 
     def _heads_agree(self, position: Tensor) -> bool:
         """Whether heads that may differ hold the same tokens, of which a shared rule then makes one choice."""
@@ -190,6 +192,12 @@ class Policy:
     def with_room(self, room: int) -> Policy:
         """The same policy making room for `room` tokens whenever it acts."""
         return self if room == 1 else self.map_rules(lambda rule: replace(rule, trigger=OnOverflow(room)))
+
+    def with_tiers(self, tiers: ByAge) -> Policy:
+        """The same policy with entries in coded tiers; a phase that keeps everything does so in them."""
+        keep_all = Rule(Recency(), Share(Fraction(1)), tiers=tiers)
+        table = tuple(replace(e, prefill=e.prefill or keep_all, decode=e.decode or keep_all) for e in self.table)
+        return replace(self, table=table).map_rules(lambda rule: replace(rule, tiers=tiers))
 
     def map_rules(self, change: Callable[[Rule], Rule]) -> Policy:
         """The same policy with every rule changed."""

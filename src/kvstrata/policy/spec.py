@@ -1,6 +1,7 @@
 """Policies as text and as YAML files, both strict: an unknown key is an error that names the nearest valid one.
 
-Text: `h2o:budget=256,recent=64`. A file holds either one preset,
+Text: `h2o:budget=256,recent=64`. `codec=int8` (int4, int2) codes what is older than the newest `exact=128` tokens, under
+any preset. A file holds either one preset,
 
     policy: h2o
     budget: 25%
@@ -35,6 +36,7 @@ from kvstrata.policy.presets import PRESETS
 from kvstrata.policy.protect import Protect
 from kvstrata.policy.scorers import SCORERS, Scorer
 from kvstrata.policy.scorers.combine import Part
+from kvstrata.policy.tiering import ByAge, Native
 from kvstrata.policy.trigger import OnOverflow
 from kvstrata.registry import unknown
 
@@ -65,7 +67,7 @@ def parse_policy(spec: Policy | str | Path) -> Policy:
     if isinstance(spec, Path) or spec.endswith((".yaml", ".yml")):
         return read_policy(Path(spec))
     name, _, options = spec.strip().partition(":")
-    return _build(f"policy {name!r}", PRESETS[name], _options(options))
+    return _preset(name, _options(options))
 
 
 def names_budget(spec: str) -> bool:
@@ -98,14 +100,31 @@ def read_policy(path: Path) -> Policy:
         raise SpecError(f"{path} is not valid YAML: {error}") from error
     table = _table(data, str(path))
     if "policy" in table:
-        name = str(table["policy"])
         options = {key: value for key, value in table.items() if key != "policy"}
-        return _build(f"policy {name!r}", PRESETS[name], options)
+        return _preset(str(table["policy"]), options)
     _only(table, ("name", "layers"), str(path))
     if "layers" not in table:
         raise SpecError(f"{path} needs the key 'policy' (one preset) or 'layers' (a table)")
     rows = _table(table["layers"], "layers")
     return Policy(str(table.get("name", path.stem)), tuple(_row(str(key), value) for key, value in rows.items()))
+
+
+TIERING = ("codec", "exact")  # options of every preset and rule
+
+
+def _preset(name: str, options: Table) -> Policy:
+    make, where = PRESETS[name], f"policy {name!r}"
+    _only(options, (*inspect.signature(make).parameters, *TIERING), where)
+    policy = _build(where, make, {key: value for key, value in options.items() if key not in TIERING})
+    tiers = _tiers(options, where)
+    return policy.with_tiers(tiers) if isinstance(tiers, ByAge) else policy
+
+
+def _tiers(options: Table, where: str) -> Native | ByAge:
+    given = {key: options[key] for key in TIERING if key in options}
+    if given and "codec" not in given:
+        raise SpecError(f"{where}: exact={given['exact']} needs a codec for what is older: add codec=int8")
+    return _build(where, ByAge, given) if given else Native()
 
 
 def _row(layers: str, value: object) -> LayerRange:
@@ -135,7 +154,7 @@ def _phase(value: object, phase: Phase, layers: str) -> Rule | None:
 
 
 def _rule(table: Table, where: str) -> Rule:
-    _only(table, ("scorer", "budget", "heads", "sinks", "recent", "room"), where)
+    _only(table, ("scorer", "budget", "heads", "sinks", "recent", "room", *TIERING), where)
     for key in ("scorer", "budget"):
         if key not in table:
             raise SpecError(f"{where} needs the key {key!r}")
@@ -144,6 +163,7 @@ def _rule(table: Table, where: str) -> Rule:
         _scorer(table["scorer"], where),
         parse_budget(table["budget"]),
         _build(where, Token, {"heads": table.get("heads", "shared")}),
+        _tiers(table, where),
         trigger=_build(where, OnOverflow, {"room": table.get("room", 1)}),
         protect=_build(where, Protect, protect),
     )
