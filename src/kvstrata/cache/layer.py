@@ -246,7 +246,9 @@ class Layer:
     def _accept(self) -> None:
         """Settle what waits, since the next forward is here. More tokens than drafts have were a prompt, unjudged."""
         pending = self._pending
-        if pending and pending.draft and pending.columns > PREFILL_ABOVE:
+        if pending is None:
+            return
+        if pending.draft and pending.columns > PREFILL_ABOVE:
             pending.rule, self._mode.drafting = pending.unjudged, False
         self.settle()
 

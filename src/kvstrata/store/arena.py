@@ -23,6 +23,8 @@ class Arena:
         self.format, self.device = format, device
         self.blocks: list[Block] = []  # ascending
         self.native: Any = dispatch.native_arena(format) if native else None
+        numbers = torch.Size(format.k_shape).numel() + torch.Size(format.v_shape).numel()
+        self.page_bytes = numbers * format.payload_dtype.itemsize + format.grid_numbers * format.grid_dtype.itemsize
         self._account = account
         self._taken: list[bytearray] = []  # of every block: 1 where a page is in use
         self._extra: Counter[int] = Counter()  # users beyond the first of a page that has several
@@ -37,13 +39,6 @@ class Arena:
         self.native = dispatch.native_arena(self.format) if state["native"] else None
         for block in self.blocks:
             self._tell_native(block)
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of one page with its grid."""
-        f = self.format
-        payload = (torch.Size(f.k_shape).numel() + torch.Size(f.v_shape).numel()) * f.payload_dtype.itemsize
-        return payload + f.grid_numbers * f.grid_dtype.itemsize
 
     @property
     def has_shared(self) -> bool:
@@ -132,11 +127,10 @@ class Arena:
         return next(i for i, b in enumerate(self.blocks) if b.first <= page < b.first + b.k.shape[0])
 
     def _new_block(self, pages: int) -> tuple[Block, bytearray]:
-        number, first = 0, 0  # the lowest numbers that no block has
-        for number, block in enumerate([*self.blocks, None]):
-            if block is None or block.first - first >= pages:
-                break
-            first = block.first + block.k.shape[0]
+        number, first = 0, 0  # the lowest page numbers that no block has
+        while number < len(self.blocks) and self.blocks[number].first - first < pages:
+            first = self.blocks[number].first + self.blocks[number].k.shape[0]
+            number += 1
         f = self.format
         block = Block(
             first,

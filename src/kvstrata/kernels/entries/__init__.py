@@ -21,6 +21,9 @@ from kvstrata.kernels.entries import ref
 from kvstrata.kernels.pages import Pages
 
 
+MANY = 8192  # entries from which waking other threads pays
+
+
 def append(pages: Pages, k: Tensor, v: Tensor, tokens: Sequence[int]) -> None:
     """Write new entries behind those stored; see the module docstring."""
     if not any(tokens):
@@ -38,7 +41,8 @@ def move(source: Pages, target: Pages, segment: Tensor, at: Tensor, to: Tensor) 
         return
     order = torch.full((len(source.lengths), int(to.max()) + 1), -1, dtype=torch.int32)
     order[segment, to] = at.int()
-    dispatch.native_module().move(source.native, target.native, order, threads=torch.get_num_threads())
+    threads = 1 if len(to) < MANY else torch.get_num_threads()
+    dispatch.native_module().move(source.native, target.native, order, threads=threads)
 
 
 gather = ref.gather
