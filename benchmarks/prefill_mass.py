@@ -1,6 +1,6 @@
 """Log-sum-exp and attention mass of a prefill's keys: native kernels against the torch reference, in one run.
 
-    python benchmarks/prefill_mass.py [--keys 4096] [--rows 32 88 all] [--dtype float32 bfloat16] [--threads 1] [--isa I]
+    python benchmarks/prefill_mass.py [--keys 4096] [--rows 32 88 all] [--dtype float32 bfloat16] [--threads 1] [--isa]
 
 The two take turns; medians over all rounds. "GFLOP/s" counts the products of queries and keys alone.
 """

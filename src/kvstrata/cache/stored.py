@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvstrata.kernels.attention import Softmax, attend, attend_pages
-from kvstrata.kernels.mass import Reduction, column_lse, column_mass
+from kvstrata.kernels.mass import Reduction, native, ref
 from kvstrata.store import Block, LayerStore
 
 MOST_ROWS = 16  # queries of one forward up to which paged kernels serve; more are a prompt, which torch does better
@@ -92,8 +92,9 @@ def mass_of(store: LayerStore, queries: list[Tensor], softmax: Softmax, reductio
         if q.shape[2] == 0:
             continue
         k = block.k[:, :, : block.k.shape[2] - newer]
-        lse = column_lse(q, k, scale=of.scale, softcap=of.softcap, sinks=of.sinks)
-        part = column_mass(q, k, lse, scale=of.scale, softcap=of.softcap, reduction=reduction)
+        sums = native if store.kernels == "native" else ref
+        lse = sums.column_lse(q, k, scale=of.scale, softcap=of.softcap, sinks=of.sinks)
+        part = sums.column_mass(q, k, lse, scale=of.scale, softcap=of.softcap, reduction=reduction)
         mass[block.rows, block.heads, _places(block, k.shape[2])] = part
     return mass
 

@@ -1,6 +1,6 @@
 """Causal attention of new queries over the entries of a layer.
 
-Two contracts. Over plain tensors, for prompts (`reference`, `exact`):
+Two contracts. Over plain tensors, for prompts (`reference`, `exact`, `native`):
 
     attend(q, k, v, *, softmax, reduction, own, kernels) -> Attended
 
@@ -49,6 +49,7 @@ class Attended:
 DENSE: dict[Implementation, Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]] = {
     "reference": ref.attend,
     "exact": exact.attend,
+    "native": native.attend,
 }
 
 

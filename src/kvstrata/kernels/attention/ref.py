@@ -5,6 +5,7 @@ A block bounds memory: nothing larger than BLOCK_ELEMENTS scores exists at a tim
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -32,9 +33,16 @@ class Softmax:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, *, softmax: Softmax, reduction: Reduction | None, own: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    softmax: Softmax,
+    reduction: Reduction | None,
+    own: Tensor | None = None,
+    column_mass: Callable[..., Tensor] = column_mass,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return (out, lse, mass) as `kernels.attention` words it."""
+    """Return (out, lse, mass) as `kernels.attention` words it; `column_mass` sums what a prompt's keys received."""
     flash = q.device.type == "cpu" and softmax.softcap is None and k.shape[-1] == v.shape[-1] and own is None
     if q.shape[2] == 1 and own is None:
         return _decode(q, k, v, softmax, reduction, flash)
