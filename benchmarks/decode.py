@@ -1,158 +1,61 @@
-"""Decode speed and bytes of the full cache under kvstrata against transformers' DynamicCache with sdpa, in one run.
+"""The figures of docs/results.md on kernels and decoding, one after another: each is one `kvstrata bench`.
 
-    python benchmarks/decode.py [--dtype float32|bfloat16] [--batch 1 8] [--context 2048 4096] [--out FILE.json]
+    python benchmarks/decode.py FOLDER [NAME ...]
 
-One row is prefilled and repeated, with its memory not shared. Then the two caches take turns: `rounds` rounds of
-`steps` steps each, medians over all steps. "Our Python" is the share of a step spent in our layers outside the
-attention operator, appending included, timed on further steps.
+Writes FOLDER/NAME.json and what was printed to FOLDER/NAME.txt. Without names, all that need no other engine installed.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
-import time
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any
-
-import torch
-from rich.console import Console
-from rich.table import Table
-from transformers import DynamicCache
-
-import kvstrata
-from kvstrata.bench.measure import provenance
-from kvstrata.cache import Layer
-from kvstrata.hf.compat import CACHE_KEYWORD
-from kvstrata.hf.models import load_model
 
 TEXT = Path(__file__).parent.parent / "examples" / "pride-and-prejudice-41.txt"
+DECODE = ("--decode-only", "--rounds", "5", "--limit", "400")
+BF16_8K = (*DECODE, "--dtype", "bfloat16", "--context", "8k")
+FIGURES: dict[str, tuple[str, ...]] = {
+    # GB/s and share of the read bandwidth, with one thread and with all; writes FOLDER/kernels.png too
+    "kernels": ("--kernels-only",),
+    # tokens/s against stock and repaired transformers; a stock step takes seconds here
+    "batch-8": (*BF16_8K, "--batch", "8", "--steps", "2", "--policy", "h2o:budget=25%,codec=int8"),
+    "batch-1": (*BF16_8K, "--steps", "4", "--policy", "h2o:budget=25%,codec=int8"),
+    "float32": (*DECODE, "--context", "2k,4k", "--batch", "1,8", "--steps", "4"),
+    # other caches and engines, in environments of their own that are made the first time
+    "quantized": (*DECODE, "--context", "4k", "--peers", "hf,repaired,quantized,quantized:backend=hqq"),
+    "openvino": (
+        *(*DECODE, "--context", "8k", "--policy", "h2o:budget=25%", "--peers"),
+        "hf,repaired,openvino,openvino:cache=u4,openvino:evict=25%,openvino:cache=u4,evict=25%",
+    ),
+    "kvpress": (
+        *(*BF16_8K, "--policy", "snapkv:budget=25%,keydiff:budget=25%", "--peers"),
+        "hf,repaired,kvpress,kvpress:press=KeyDiffPress",
+    ),
+    "llamacpp": (*BF16_8K, "--peers", "repaired,llamacpp,llamacpp:weights=own"),
+}
+ALONE = ("kernels", "batch-8", "batch-1", "float32")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--context", type=int, nargs="+", default=[2048, 4096])
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    model, tokenizer = load_model(None, options.dtype, "cpu", Console(stderr=True))
-    text = TEXT.read_text(encoding="utf-8")
-    ids = tokenizer(text * 2, return_tensors="pt", verbose=False)["input_ids"]
-    rows = []
-    for context in options.context:
-        for batch in options.batch:
-            rows.append(case(model, ids[:, :context], batch, options.rounds, options.steps))
-            Console(stderr=True).print(rows[-1])
-    Console(width=110).print(table(rows, options.dtype))
-    if options.out:
-        record = {
-            "dtype": options.dtype,
-            "rounds": options.rounds,
-            "steps": options.steps,
-            "rows": rows,
-            **provenance(),
-        }
-        options.out.write_text(json.dumps(record, indent=2) + "\n")
-
-
-@torch.no_grad()
-def case(model: Any, ids: torch.Tensor, batch: int, rounds: int, steps: int) -> dict[str, Any]:
-    stock = DynamicCache(config=model.config)
-    model(ids, logits_to_keep=1, **{CACHE_KEYWORD: stock})
-    stock.batch_repeat_interleave(batch)
-    with kvstrata.compress(model, "full") as ours:
-        model(ids, logits_to_keep=1, **{CACHE_KEYWORD: ours})
-        ours.batch_repeat_interleave(batch)
-        prefilled = ours.nbytes
-        times: dict[str, list[float]] = {"stock": [], "ours": []}
-        token = ids[:, :1].expand(batch, 1)
-        logits: dict[str, torch.Tensor] = {}
-        for turn in range(rounds + 1):
-            for name, cache in (("stock", stock), ("ours", ours)):
-                for _ in range(steps):
-                    start = time.perf_counter()
-                    logits[name] = model(token, logits_to_keep=1, **{CACHE_KEYWORD: cache}).logits
-                    if turn:  # the first round warms up
-                        times[name].append((time.perf_counter() - start) * 1e3)
-        share = python_share(model, token, ours, steps)
-    if not torch.equal(logits["stock"].argmax(-1), logits["ours"].argmax(-1)):
-        raise SystemExit("the two caches disagree on the next token: no speed is printed")
-    stock_ms, our_ms = statistics.median(times["stock"]), statistics.median(times["ours"])
-    layer = stock.layers[0]
-    stock_bytes = len(stock.layers) * (layer.keys.nbytes + layer.values.nbytes)
-    return {
-        "context": ids.shape[1],
-        "batch": batch,
-        "stock_ms": stock_ms,
-        "ours_ms": our_ms,
-        "speedup": stock_ms / our_ms,
-        "stock_bytes": stock_bytes,
-        "live_bytes": prefilled.live,
-        "held_bytes": prefilled.held,
-        "python_share": share,
-    }
-
-
-def python_share(model: Any, token: torch.Tensor, cache: Any, steps: int) -> float:
-    """Share of a step spent in `Layer.attend` outside the attention operator."""
-    inside, attention = 0.0, 0.0
-    attend, kernel = Layer.attend, kvstrata.cache.layer.attend
-
-    def timed_layer(*args: Any) -> torch.Tensor:
-        nonlocal inside
-        start = time.perf_counter()
-        out = attend(*args)
-        inside += time.perf_counter() - start
-        return out
-
-    def timed_kernel(*args: Any, **kwargs: Any) -> Any:
-        nonlocal attention
-        start = time.perf_counter()
-        out = kernel(*args, **kwargs)
-        attention += time.perf_counter() - start
-        return out
-
-    Layer.attend, kvstrata.cache.layer.attend = timed_layer, timed_kernel  # type: ignore[method-assign]
-    try:
-        start = time.perf_counter()
-        for _ in range(steps):
-            model(token, logits_to_keep=1, **{CACHE_KEYWORD: cache})
-        whole = time.perf_counter() - start
-    finally:
-        Layer.attend, kvstrata.cache.layer.attend = attend, kernel  # type: ignore[method-assign]
-    return (inside - attention) / whole
-
-
-def table(rows: list[dict[str, Any]], dtype: str) -> Table:
-    made = Table(title=f"SmolLM2-135M {dtype}, full cache, decode; stock = DynamicCache with sdpa")
-    heads = (
-        "context",
-        "batch",
-        "stock ms",
-        "ours ms",
-        "stock / ours",
-        "stock MiB",
-        "live MiB",
-        "held MiB",
-        "our Python",
-    )
-    for head in heads:
-        made.add_column(head, justify="right")
-    for r in rows:
-        sizes = (f"{r[key] / 2**20:.1f}" for key in ("stock_bytes", "live_bytes", "held_bytes"))
-        cells = (
-            f"{r['stock_ms']:.1f}",
-            f"{r['ours_ms']:.1f}",
-            f"{r['speedup']:.2f}x",
-            *sizes,
-            f"{r['python_share']:.1%}",
+    folder, names = Path(sys.argv[1]), sys.argv[2:] or ALONE
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        options = [*FIGURES[name], "--out", str(folder / f"{name}.json")]
+        options += (
+            ["--picture", str(folder / f"{name}.png")] if name == "kernels" else ["--prompt-file", str(text(folder))]
         )
-        made.add_row(str(r["context"]), str(r["batch"]), *cells)
-    return made
+        with (folder / f"{name}.txt").open("w") as printed:
+            command = [sys.executable, "-c", "from kvstrata.cli import main; main()", "bench", *options]
+            print("kvstrata", *command[3:])
+            code = subprocess.run(command, check=False, stdout=printed).returncode
+        print((folder / f"{name}.txt").read_text(), f"exit code {code}", sep="\n")
+
+
+def text(folder: Path) -> Path:
+    """The chapter three times, which is enough for 8,192 tokens."""
+    path = folder / "text.txt"
+    path.write_text(TEXT.read_text(encoding="utf-8") * 3, encoding="utf-8")
+    return path
 
 
 if __name__ == "__main__":

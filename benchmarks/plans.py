@@ -2,8 +2,8 @@
 
     python benchmarks/plans.py [--context 2048] [--rows 1] [--heads 3] [--dim 64] [--rounds 15]
 
-One layer in bf16, native kernels and torch alone. Every share of the entries is dropped at random both ways, taking turns;
-medians of ms per layer. "MiB" is what the arena holds afterwards: filled holes leave free pages inside blocks.
+One layer in bf16, native kernels and torch alone. Every share of the entries is dropped at random both ways, taking
+turns; medians of ms per layer. "MiB" is what the arena holds afterwards: filled holes leave free pages inside blocks.
 """
 
 from __future__ import annotations

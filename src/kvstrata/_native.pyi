@@ -30,9 +30,12 @@ class Arena:
         """Let go of a block; its pages are refused from then on."""
 
 class Pages:
-    """Views of table [S, P] and lengths [S], both int32, which are read anew at every call."""
+    """Views of table [S, P], lengths [S] and, of coded pages, fills [S, P], all int32 and read anew at every call.
 
-    def __init__(self, arena: Arena, table: Tensor, lengths: Tensor) -> None: ...
+    Page j of segment s holds fills[s, j] entries in its first slots; without fills as many as lengths[s] leaves it.
+    """
+
+    def __init__(self, arena: Arena, table: Tensor, lengths: Tensor, fills: Tensor | None = None) -> None: ...
 
 def attend(
     q: Tensor,

@@ -105,7 +105,12 @@ def tiers(draw, dtype, codec):
         table = draw(st.sampled_from(list(spoilt(table))))
     if draw(st.integers(0, 5)) == 0:
         lengths = draw(st.sampled_from(list(spoilt(lengths))))
-    pages = _native.Pages(arena, table, lengths)
+    fills = None
+    if codec and draw(st.booleans()):
+        fills = torch.randint(0, 3 * PAGE // 2, (segments, PAGES), dtype=torch.int32)
+        lengths = torch.full((segments,), PAGE * PAGES, dtype=torch.int32)
+        fills = fills.clamp(max=PAGE) if draw(st.booleans()) else fills
+    pages = _native.Pages(arena, table, lengths, fills)
     if draw(st.integers(0, 9)) == 0:
         arena.remove(5)
     return pages
@@ -198,7 +203,8 @@ def test_arenas_and_pages(data):
             args[name] = data.draw(wrong(args[name]))
         attempt(arena.add, **args)
         attempt(arena.remove, data.draw(st.one_of(st.integers(0, 6), ODD_INTS)))
-    args = {"arena": arena, "table": torch.zeros(2, 3, dtype=torch.int32), "lengths": torch.zeros(2, dtype=torch.int32)}
+    table = torch.zeros(2, 3, dtype=torch.int32)
+    args = {"arena": arena, "table": table, "lengths": table[:, 0].clone(), "fills": table + 64 if codec else None}
     for name in data.draw(some(args, 2)):
         args[name] = data.draw(wrong(args[name]))
     attempt(_native.Pages, **args)

@@ -28,7 +28,7 @@ def attend_stored(
     """
     split = len(set(tokens)) > 1 or tokens[0] < q.shape[2]
     fresh = store.take_unwritten()
-    if store.kernels == "native" and q.shape[2] <= MOST_ROWS and own is None:
+    if store.kernels in ("native", "triton") and q.shape[2] <= MOST_ROWS and own is None:
         return attend_pages(
             q,
             store.pages(),
@@ -37,6 +37,7 @@ def attend_stored(
             tokens=tokens if split else None,
             new=fresh and fresh[:2],
             widths=store.widths,
+            kernels=store.kernels,
         )
     if fresh:
         store.write(*fresh)

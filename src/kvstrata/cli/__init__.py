@@ -7,6 +7,7 @@ import sys
 import typer
 from rich.console import Console
 
+from kvstrata.cli.bench import bench
 from kvstrata.cli.doctor import doctor
 from kvstrata.cli.estimate import estimate
 from kvstrata.cli.ls import ls
@@ -17,6 +18,7 @@ app = typer.Typer(help="Key-value-cache compression that really frees memory.", 
 app.command()(run)
 app.command()(estimate)
 app.command()(doctor)
+app.command()(bench)
 app.command()(ls)
 
 

@@ -27,9 +27,9 @@ def compress(
 
     Give it to `model.generate(**inputs, past_key_values=cache)` or to a loop of your own, inside the block. Several
     blocks may be open on one model. Leaving a block, also by an exception, restores the model; the cache can still be
-    read. `policy`: the text of a preset ("h2o:budget=25%"), a Policy, or the path of a YAML file. `kernels`: "auto" takes
-    compiled kernels on a CPU where they were built and torch elsewhere ("reference"), "triton" compiled ones on a GPU;
-    "exact" runs torch's sdpa exactly as transformers would, to prove that a full budget changes nothing.
+    read. `policy`: the text of a preset ("h2o:budget=25%"), a Policy, or the path of a YAML file. `kernels`: "auto"
+    takes "native" ones on a CPU where they were built and "reference", torch alone, elsewhere; "triton" asks for those
+    on a GPU; "exact" runs torch's sdpa exactly as transformers would, to prove that a full budget changes nothing.
 
     Raises `SpecError` for a policy that cannot work and `UnsupportedModelError` for a model that cannot.
     """

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from functools import cache
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
-from kvstrata.kernels.pages import Format
+from kvstrata.kernels.pages import Format, Pages
 
 KernelName = Literal["auto", "native", "triton", "reference", "exact"]
 Implementation = Literal["native", "triton", "reference", "exact"]
@@ -67,15 +67,22 @@ def has_triton() -> bool:
     return find_spec("triton") is not None
 
 
-def native_arena(format: Format) -> Any:
-    """The native twin of an arena of such pages."""
+def native_arena(kernels: Implementation, format: Format) -> Any:
+    """The native twin of an arena of such pages, or None where other kernels serve."""
+    if kernels != "native":
+        return None
     codec = format.codec
     record = codec and (codec.k_bits, codec.v_bits, codec.symmetric, codec.v_axis == "token", codec.window)
     return native_module().Arena(_DTYPES[format.dtype], record, format.k_dim, format.v_dim)
 
 
-def native_pages(arena: Any, table: Tensor, lengths: Tensor, fills: Tensor | None = None) -> Any:
-    """The native twin of a view of pages, or None without an arena."""
-    if arena is None:
-        return None
-    return native_module().Pages(arena, table, lengths, **({} if fills is None else {"fills": fills}))
+def with_twin(kernels: Implementation, arena: Any, pages: Pages) -> Pages:
+    """Pages with what compiled kernels know them by; `arena` is the native twin of theirs."""
+    if kernels == "native":
+        fills = {} if pages.fills is None else {"fills": pages.fills}
+        return replace(pages, twin=native_module().Pages(arena, pages.table, pages.lengths, **fills))
+    if kernels == "triton":
+        from kvstrata.kernels.attention import triton
+
+        return replace(pages, twin=triton.addresses(pages))
+    return pages

@@ -84,5 +84,5 @@ class Pages:
     blocks: Sequence[Block]
     table: Tensor  # [S, P] int32 page numbers; what lies past a segment's pages holds no meaning
     lengths: Tensor  # [S] int32
-    native: Any = None  # the same for native kernels, where they serve
+    twin: Any = None  # what compiled kernels know them by, where such serve
     fills: Tensor | None = None  # [S, P] int32: entries of each page, its first slots, where pages may be short

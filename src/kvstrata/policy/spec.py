@@ -1,7 +1,7 @@
 """Policies as text and as YAML files, both strict: an unknown key is an error that names the nearest valid one.
 
-Text: `h2o:budget=256,recent=64`. `codec=int8` (int4, int2) codes what is older than the newest `exact=128` tokens, under
-any preset. A file holds either one preset,
+Text: `h2o:budget=256,recent=64`. `codec=int8` (int4, int2) codes what is older than the newest `exact=128` tokens,
+under any preset. A file holds either one preset,
 
     policy: h2o
     budget: 25%

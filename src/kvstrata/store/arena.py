@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvstrata.kernels import dispatch
+from kvstrata.kernels.dispatch import Implementation
 from kvstrata.kernels.pages import Block, Format
 from kvstrata.store.account import Account, Bytes
 
@@ -19,10 +20,13 @@ GROWTH = 16  # a block made for few pages has a sixteenth of what there is, so t
 class Arena:
     """Pages by number: taken, shared, given back. A block that nobody uses goes back to the system at once."""
 
-    def __init__(self, format: Format, device: torch.device, account: Account, native: bool = False) -> None:
+    def __init__(
+        self, format: Format, device: torch.device, account: Account, kernels: Implementation = "reference"
+    ) -> None:
         self.format, self.device = format, device
+        self.kernels: Implementation = kernels
         self.blocks: list[Block] = []  # ascending
-        self.native: Any = dispatch.native_arena(format) if native else None
+        self.native: Any = dispatch.native_arena(kernels, format)
         numbers = torch.Size(format.k_shape).numel() + torch.Size(format.v_shape).numel()
         self.page_bytes = numbers * format.payload_dtype.itemsize + format.grid_numbers * format.grid_dtype.itemsize
         self._account = account
@@ -31,12 +35,12 @@ class Arena:
         self._pages = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "native": self.native is not None}
+        return {**self.__dict__, "native": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copied arena has a native twin of its own."""
         self.__dict__.update(state)
-        self.native = dispatch.native_arena(self.format) if state["native"] else None
+        self.native = dispatch.native_arena(self.kernels, self.format)
         for block in self.blocks:
             self._tell_native(block)
 
@@ -158,14 +162,14 @@ class Arenas:
 
     def __init__(self, account: Account) -> None:
         self._account = account
-        self._made: dict[tuple[Format, torch.device, bool], Arena] = {}
+        self._made: dict[tuple[Format, torch.device, Implementation], Arena] = {}
 
     def __iter__(self) -> Iterator[Arena]:
         return iter(self._made.values())
 
-    def get(self, format: Format, device: torch.device, native: bool) -> Arena:
-        """The arena for pages of this format, known to native kernels or not."""
-        key = (format, device, native)
+    def get(self, format: Format, device: torch.device, kernels: Implementation) -> Arena:
+        """The arena for pages of this format that these kernels work on."""
+        key = (format, device, kernels)
         if key not in self._made:
-            self._made[key] = Arena(format, device, self._account, native)
+            self._made[key] = Arena(format, device, self._account, kernels)
         return self._made[key]

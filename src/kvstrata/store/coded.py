@@ -74,9 +74,8 @@ class CodedTier:
             device = self.arena.device
             table = torch.tensor(rows, dtype=torch.int32, device=device).view(len(rows), width)
             lengths = torch.tensor([len(p) * PAGE for p in self.pages], dtype=torch.int32, device=device)
-            fills = self._fill_tensor()
-            native = dispatch.native_pages(self.arena.native, table, lengths, fills)
-            self._view = Pages(self.arena.format, self.arena.blocks, table, lengths, native, fills)
+            view = Pages(self.arena.format, self.arena.blocks, table, lengths, fills=self._fill_tensor())
+            self._view = dispatch.with_twin(self.arena.kernels, self.arena.native, view)
         return self._view
 
     def _fill_tensor(self) -> Tensor:

@@ -288,7 +288,7 @@ class LayerStore:
         if self.is_empty:
             self.kernels = self.kernels_for(k, v)
             form = Format(None, k.dtype, k.shape[-1], v.shape[-1])
-            arena = self._arenas.get(form, k.device, self.kernels == "native")
+            arena = self._arenas.get(form, k.device, self.kernels)
             self.batch_size, self.num_kv_heads = k.shape[:2]
             columns = self._new_columns(k.device)
             together = self.kernels in ("reference", "exact")
@@ -352,10 +352,9 @@ class LayerStore:
         f = self._exact.table.arena.format
         form = Format(CODECS[name.name.lower()], f.dtype, f.k_dim, f.v_dim)
         device = self._exact.table.arena.device
-        native = self.kernels == "native" and dispatch.native_serves(form, device)
-        if self.kernels == "native" and not native:
+        if self.kernels == "native" and not dispatch.native_serves(form, device):
             raise ValueError(f"native kernels need a head_dim that 16 divides for coded entries, not {f.k_dim}")
-        arena = self._arenas.get(form, device, native)
+        arena = self._arenas.get(form, device, self.kernels)
         self.coded[name] = self._coded_tier(arena, self._new_columns(self.device), self.num_kv_heads)
         return self.coded[name]
 

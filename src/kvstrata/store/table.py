@@ -72,8 +72,8 @@ class PageTable:
             rows = [pages + [0] * (width - len(pages)) for pages in self.pages]
             table = torch.tensor(rows, dtype=torch.int32, device=self.arena.device).view(len(rows), width)
             lengths = torch.tensor(self.lengths, dtype=torch.int32, device=self.arena.device)
-            native = dispatch.native_pages(self.arena.native, table, lengths)
-            self._view = Pages(self.arena.format, self._blocks(), table, lengths, native)
+            view = Pages(self.arena.format, self._blocks(), table, lengths)
+            self._view = dispatch.with_twin(self.arena.kernels, self.arena.native, view)
         return self._view
 
     def _blocks(self) -> list[Block]:

@@ -77,8 +77,19 @@ def attend_pages(
     tokens: Sequence[int] | None = None,
     new: tuple[Tensor, Tensor] | None = None,
     widths: Sequence[int],
+    kernels: Implementation = "native",
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend over pages with native kernels; see the module docstring."""
+    """Attend over pages with compiled kernels; see the module docstring."""
+    if kernels == "triton":
+        from kvstrata.kernels.attention import triton
+
+        at = [tier.twin for tier in tiers]
+        if new is not None:
+            triton.append(tiers[0], *new, tokens=tokens, at=at[0])
+        out, _, mass = triton.attend_pages(
+            q, tiers, softmax=softmax, tokens=tokens, reduction=reduction, widths=widths, at=at
+        )
+        return out, mass
     return native.attend_pages(q, tiers, softmax=softmax, reduction=reduction, tokens=tokens, new=new, widths=widths)
 
 

@@ -15,7 +15,6 @@ from kvstrata.kernels.mass import Reduction
 from kvstrata.kernels.mass.native import column_mass
 from kvstrata.kernels.pages import Pages
 
-
 attend = partial(ref.attend, column_mass=column_mass)  # prompts: torch's flash operator is hard to beat
 
 
@@ -41,7 +40,7 @@ def attend_pages(
     k, v = new or (None, None)
     dispatch.native_module().attend(
         q,
-        [tier.native for tier in tiers],
+        [tier.twin for tier in tiers],
         out,
         softmax.scale,
         new_k=k,

@@ -14,7 +14,7 @@ from kvstrata.kernels.pages import PAGE, Format
 
 
 def pack(format: Format, k: Tensor, v: Tensor, native: Any = None) -> Packed:
-    """Code n whole pages k [n, 64, D] and v [n, 64, Dv]; `native` is the arena they go to, where native kernels serve."""
+    """Code n whole pages k [n, 64, D] and v [n, 64, Dv]; `native` is the arena they go to, where that has a twin."""
     if native is None:
         return ref.pack(format, k, v)
     n = k.shape[0]

@@ -139,7 +139,7 @@ def _unstack(stacked: Tensor, bits: int, width: int) -> Tensor:
 
 
 def reorder(format: Format, k: Tensor, v: Tensor, grid: Tensor, order: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Let slot j of page i be what its slot order[i, j] was; k, v and grid as a `Block` keeps them, order [n, 64] int64.
+    """Let slot j of page i be what its slot order[i, j] was: order [n, 64] int64, the others as a `Block` keeps them.
 
     Raises `ValueError` where entries of one page have different grids of keys, which cannot change places.
     """

@@ -20,7 +20,6 @@ from kvstrata.kernels import dispatch
 from kvstrata.kernels.entries import ref
 from kvstrata.kernels.pages import Pages
 
-
 MANY = 8192  # entries from which waking other threads pays
 
 
@@ -28,21 +27,21 @@ def append(pages: Pages, k: Tensor, v: Tensor, tokens: Sequence[int]) -> None:
     """Write new entries behind those stored; see the module docstring."""
     if not any(tokens):
         return
-    if pages.native is None:
+    if k.device.type != "cpu" or pages.twin is None:
         ref.append(pages, k, v, tokens)
         return
-    dispatch.native_module().append(pages.native, k, v, torch.tensor(tokens, dtype=torch.int32))
+    dispatch.native_module().append(pages.twin, k, v, torch.tensor(tokens, dtype=torch.int32))
 
 
 def move(source: Pages, target: Pages, segment: Tensor, at: Tensor, to: Tensor) -> None:
     """Copy entries from slot to slot; see the module docstring."""
-    if source.native is None or target.native is None:
+    if to.device.type != "cpu" or source.twin is None:
         ref.move(source, target, segment, at, to)
         return
     order = torch.full((len(source.lengths), int(to.max()) + 1), -1, dtype=torch.int32)
     order[segment, to] = at.int()
     threads = 1 if len(to) < MANY else torch.get_num_threads()
-    dispatch.native_module().move(source.native, target.native, order, threads=threads)
+    dispatch.native_module().move(source.twin, target.twin, order, threads=threads)
 
 
 gather = ref.gather

@@ -1,5 +1,4 @@
-// Coded pages. Where integers can do it, queries and probabilities become 16-bit multipliers with the grid folded in, and
-// codes are never widened to floats; else a page is decoded and treated as an exact one.
+// Coded pages: their grids in fp32, and pages decoded to be treated as exact ones where integer.h cannot serve.
 #pragma once
 
 #include "exact.h"
@@ -34,7 +33,7 @@ inline void widen(const char* from, DType dtype, int n, float* to) {
   }
 }
 
-// The grid of one page in fp32. Symmetric keys are zero - 128 * scale + scale * code with zero 0.
+// The grid of one page in fp32. Keys are zero + scale * code; symmetric ones, whose codes are biased, have a zero too.
 struct Grid {
   float *k_scale, *k_zero;  // [windows, D], rows padded to whole blocks
   float *v_scale, *v_zero;  // of tokens [64]; symmetric: v_scale of channels [Dv], no zero

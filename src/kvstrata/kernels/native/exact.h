@@ -27,7 +27,7 @@ inline void arrange(const float* from, int dim, float* to) {
   }
 }
 
-// s[r, t] = q[r] . k[t] for K keys from `k` on and R rows; q as arranged. n counts the channels of a last part block.
+// s[r, t] = q[r] . k[t] for K keys from `k` on and R rows; q as arranged.
 template <DType T, int R, int K>
 KVSTRATA_INLINE void dot_products(const char* k, int dim, const float* q, int64_t q_stride, float* s) {
   constexpr int item = item_size(T);

@@ -15,7 +15,7 @@ struct Format {
   DType dtype;  // of the cache
   bool coded;
   int k_bits = 0, v_bits = 0;  // 8, 4 or 2
-  bool symmetric = false;      // grids per channel of a page in fp32; else keys per channel and window, values per token
+  bool symmetric = false;      // grids of a page's channels, fp32; else of keys by channel and window, values by token
   int window = PAGE;           // slots that share a key grid
   int k_dim = 0, v_dim = 0;
 

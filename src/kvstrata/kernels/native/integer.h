@@ -1,4 +1,5 @@
-// Scores and sums of coded pages in integers; see dot.h.
+// Scores and sums of coded pages in integers: queries and probabilities become 16-bit multipliers with the grid folded
+// in, and codes are never widened to floats. See dot.h.
 #pragma once
 
 #include "cases.h"

@@ -116,6 +116,7 @@ void attend(const Item& item) {
     for (int64_t at = item.first > page ? item.first - page : 0; at < count && page + at < item.last; ++at) {
       const int64_t done = page + at - item.first;
       const int n = tier.pages[at].entries;
+      if (n == 0) continue;
       float* s = item.p ? item.p + done * item.rows * PAGE : scratch.s;
       page_scores(tier.pages[at], tier.format, n, item.rows, scratch, s);
       softmax(item, tier, i == 0, at, s);
@@ -130,18 +131,24 @@ void attend(const Item& item) {
 }
 
 void mass(const MassPage& page) {
+  if (page.n == 0) return;
+  alignas(64) float factors[MAX_ROWS];  // from a page's p to probabilities, over the group
+  std::memcpy(factors, page.p_max, page.rows * sizeof(float));
+  for (int r = 0; r < page.rows; r += LANES) {
+    const Vec p_max = load(factors + r), factor = exp2(p_max - load(page.lse + r)) * set(1.0f / float(page.group));
+    store(factors + r, p_max > set(LOWEST) ? factor : Vec{});  // a row that has seen nothing has p = 0 and lse -inf
+  }
   alignas(64) float total[PAGE] = {};
   for (int query = 0; query < page.rows / page.group; ++query) {
     if (page.weights[query] == 0.0f) continue;
-    alignas(64) float mean[PAGE] = {};
-    for (int r = query * page.group; r < (query + 1) * page.group; ++r) {
-      if (page.p_max[r] == -__builtin_inff()) continue;
-      const Vec factor = set(exp2(page.p_max[r] - page.lse[r]) / float(page.group));
-      for (int t = 0; t < PAGE; t += LANES) store(mean + t, fma(factor, load(page.p + r * PAGE + t), load(mean + t)));
-    }
-    const float weight = page.weights[query];
-    for (int t = 0; t < PAGE; ++t) {
-      total[t] += weight * (page.seen ? float(mean[t] * page.seen[query] > 1.0f) : mean[t]);
+    const Vec weight = set(page.weights[query]), seen = set(page.seen ? page.seen[query] : 0.0f);
+    for (int t = 0; t < PAGE; t += LANES) {
+      Vec mean = {};
+      for (int r = query * page.group; r < (query + 1) * page.group; ++r) {
+        mean = fma(set(factors[r]), load(page.p + r * PAGE + t), mean);
+      }
+      if (page.seen) mean = mean * seen > set(1.0f) ? set(1.0f) : Vec{};
+      store(total + t, fma(weight, mean, load(total + t)));
     }
   }
   for (int t = 0; t < page.n; ++t) page.out[t] += total[t];

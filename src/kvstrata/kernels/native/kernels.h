@@ -48,7 +48,7 @@ constexpr int ACC_ALIGN = 32;  // channels: two vectors of the widest set
 struct MassPage {
   const float* p;        // [rows, PAGE]
   const float* p_max;    // [rows]
-  const float* lse;      // [rows], base 2
+  const float* lse;      // [rows], base 2, in memory of MAX_ROWS
   const float* weights;  // [rows / group], 0 where a query does not count
   const float* seen;     // [rows / group]: compare mean * seen > 1 instead of summing; null: sum
   int rows, group, n;    // entries of the page

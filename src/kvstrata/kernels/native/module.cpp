@@ -43,10 +43,6 @@ NB_MODULE(_native, m) {
   bind_arena(m);
   bind_attend(m);
   bind_entries(m);
-#if defined(KVSTRATA_HAS_codec)
   bind_codec(m);
-#endif
-#if defined(KVSTRATA_HAS_mass)
   bind_mass(m);
-#endif
 }

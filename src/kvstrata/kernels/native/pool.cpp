@@ -21,6 +21,8 @@ constexpr int SPINS = 2000;  // some 20-50 us: between the layers of a step; lon
 void pause() {
 #if defined(__x86_64__)
   _mm_pause();
+#elif defined(__aarch64__)
+  __asm__ volatile("yield");
 #else
   std::this_thread::yield();
 #endif
@@ -100,23 +102,16 @@ class Pool {
 
 // Never destroyed: its threads may still wait on it when the process ends. A child after fork has none of the threads,
 // and perhaps a locked mutex, so it starts a pool of its own.
-Pool* pool = nullptr;
-
-Pool* current_pool() {
-  static const bool once = [] {
-    pool = new Pool;
-    pthread_atfork(nullptr, nullptr, [] { pool = new Pool; });
-    return true;
-  }();
-  (void)once;
-  return pool;
-}
+Pool* pool = [] {
+  pthread_atfork(nullptr, nullptr, [] { pool = new Pool; });
+  return new Pool;
+}();
 
 }  // namespace
 
 void parallel(int threads, int64_t items, void (*work)(void*, int64_t, int), void* context) {
   threads = int(std::min<int64_t>(threads, items));
-  if (threads > 1 && current_pool()->try_run(threads, items, work, context)) return;
+  if (threads > 1 && pool->try_run(threads, items, work, context)) return;
   for (int64_t item = 0; item < items; ++item) work(context, item, 0);
 }
 
