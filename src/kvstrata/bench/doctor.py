@@ -69,7 +69,7 @@ def diagnose(model: PreTrainedModel, ids: Tensor, tick: Callable[[], object] = l
         passed_through, layers = cache.passed_through, len(cache.layers)
     for way, chunks in ways.items():
         stock = _feed(model, ids, DynamicCache(config=model.config), chunks)
-        for kernels in cast("tuple[KernelName, ...]", ("exact", "reference")):
+        for kernels in cast("tuple[KernelName, ...]", ("exact", "auto")):
             with compress(model, FULL, kernels=kernels) as cache:
                 ours = _feed(model, ids, cache, chunks)
             exact = kernels == "exact" and attention_name(text_config(model)) == "sdpa"
