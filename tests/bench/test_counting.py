@@ -13,8 +13,7 @@ SHAPE = KvShape((0, 1, 2), 2, 16, torch.float32)
 EXTRA = ["keynorm:budget=30%,room=5", "streaming:budget=40KiB", "window:budget=20KiB/layer", "pyramidkv:budget=20"]
 
 
-@pytest.mark.parametrize("chunk", [None, 20])
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(("batch", "chunk"), [(1, None), (3, 20)])
 @pytest.mark.parametrize("name", [*ALL, *EXTRA])
 def test_counted_bytes_are_those_of_a_run(name, batch, chunk):
     text = spec(name, 20)

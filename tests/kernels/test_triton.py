@@ -34,7 +34,7 @@ CODECS = {"exact": None, "int8": INT8, "int4": INT4, "int2": INT2, "windows": WI
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 SCALE = 0.3  # not a power of two, so that scaling rounds
 TWO = attention.Tuning(pages=2)
-EPS = {torch.float32: 2.0**-21, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}  # of sums; one rounding
+ROUNDING = {torch.float32: 2.0**-21, torch.float16: 2.0**-12, torch.bfloat16: 2.0**-9}  # fp32's is of sums
 
 
 def mend_bfloat16():
@@ -127,12 +127,12 @@ def check(q, tiers, softmax=None, tokens=None, reduction=None, widths=None, tuni
     assert torch.equal(lse.isinf(), true_lse.isinf())
     coded = q.dtype != torch.float32 and any(tier.format.codec for tier in tiers)
     windows = any(tier.format.codec and tier.format.codec.window < PAGE for tier in tiers)
-    eps = EPS[q.dtype] if windows else EPS[torch.float16] if coded else 2.0**-22
-    score = eps * moved + 1e-6  # queries in fp16 meet coded keys, or such with windows what they round to
+    eps = ROUNDING[q.dtype if windows else torch.float16] if coded else 2.0**-22
+    score = eps * moved + 1e-6  # coded keys meet queries in fp16; with windows, they are rounded themselves
     values = torch.cat([read(tier, s)[1].flatten() for tier in tiers for s in range(len(tier.table))])
     largest = float(values.abs().max())
     error = (out.double() - true_out).abs().max()
-    assert error <= (2 * EPS[q.dtype] + 2 * score) * largest, (error, largest, score)
+    assert error <= (2 * ROUNDING[q.dtype] + 2 * score) * largest  # of probabilities, and of the output
     assert (lse.double() - true_lse).nan_to_num(nan=0.0).abs().max() <= score
     if reduction is None:
         assert got is None
@@ -248,6 +248,7 @@ def test_channels_far_from_zero_cost_no_precision():
     k = torch.randn(4, PAGE, 64) + 200 * (torch.arange(64) == 5)
     tiers = [make_pages(None, torch.float16, [1], 64), make_pages(INT4, torch.float16, [200], 64, k=k)]
     q = queries(1, 1, 1, 64, torch.float16)
+    q[..., 5] = 3.1
     _, lse, _ = check(q, tiers)
     assert (lse.double() - truth(q, tiers, Softmax(SCALE))[1]).abs().max() <= 2e-3
 
@@ -265,7 +266,7 @@ def test_small_scales_keep_their_bits(codec):
 
 
 @runs
-@pytest.mark.parametrize("tokens", [None, [3, 0]])
+@pytest.mark.parametrize("tokens", [None, [2, 0]])
 def test_append_writes_after_the_last(tokens):
     pages = make_pages(None, torch.float32, [62, 0, 5, 64], 16, 80, room=3)
     before = [read(pages, s)[:2] for s in range(4)]

@@ -146,11 +146,13 @@ def _read_padding(mask: Tensor, queries: int, layer: Layer) -> Padding:
     return Padding(tokens, past)
 
 
+@compat.not_compiled
 def mask_function(**arguments: Any) -> LazyMask:
     """Keep what is needed to make a mask; runs before `update`, so it knows no layer yet."""
     return LazyMask(arguments)
 
 
+@compat.not_compiled
 def attention_function(
     module: torch.nn.Module,
     query: Tensor,

@@ -47,16 +47,19 @@ class StrataLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing: the store lays itself out at the first append."""
 
+    @compat.not_compiled
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Tensor]:
         """Hand over keys and values [B, H, Q, D]; they are stored when attention runs."""
         if not self.is_open:
             raise KvstrataError("this cache's compress() block has ended: run the model inside the block")
         return Handoff(self.layer, key_states), value_states
 
+    @compat.not_compiled
     def get_seq_length(self) -> int:
         """Columns fed so far, pads included."""
         return self.layer.columns_fed
 
+    @compat.not_compiled
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Size and offset of a mask over all columns fed; our attention reads the padding mask itself."""
         return self.layer.columns_fed + query_length, 0

@@ -7,7 +7,7 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import transformers
@@ -21,6 +21,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvstrata.core import UnsupportedModelError
 
+F = TypeVar("F", bound=Callable[..., Any])
+
 OLDEST, NEWEST = Version("5.17"), Version("5.24")  # the tests run on both ends
 # how forward() and generate() call the cache: newer releases renamed it and still take the old name
 CACHE_KEYWORD = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
@@ -33,6 +35,11 @@ REFUSED_ARGUMENTS = ("position_bias", "sliding_window", "chunk_size")
 REFUSED_FAMILIES = {
     "paligemma": "its prompt's mask is built in two places, each of which needs the whole matrix",
 }
+
+
+def not_compiled(function: F) -> F:
+    """The same function, at which `torch.compile` breaks a graph: what it does depends on what is stored."""
+    return cast(F, torch.compiler.disable(function))
 
 
 def check_version() -> None:

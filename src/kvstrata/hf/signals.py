@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvstrata.hf import compat
 from kvstrata.hf.cache import StrataCache
 
 
@@ -23,6 +24,7 @@ def logits_to(cache: StrataCache, model: PreTrainedModel) -> Generator[None]:
         yield
         return
 
+    @compat.not_compiled
     def end_step(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if any(value is cache for value in (*args, *kwargs.values())):
             logits = _logits(output)
