@@ -17,14 +17,14 @@ EXTRA = ["keynorm:budget=30%,room=5", "streaming:budget=40KiB", "window:budget=2
 @pytest.mark.parametrize("name", [*ALL, *EXTRA])
 def test_counted_bytes_are_those_of_a_run(name, batch, chunk):
     text = spec(name, 20)
-    bill = count_bytes(parse_policy(text), SHAPE, context=70, new_tokens=100, batch=batch, chunk=chunk)
-    ids, fed = prompt(170, batch), 0
+    bill = count_bytes(parse_policy(text), SHAPE, context=70, new_tokens=70, batch=batch, chunk=chunk)
+    ids, fed = prompt(140, batch), 0
     with torch.no_grad(), kvstrata.compress(tiny(), text) as cache:
         for length in [70] if chunk is None else [20, 20, 20, 10]:
             tiny()(ids[:, fed : fed + length], **kv(cache))
             fed += length
         after_prompt = cache.nbytes
-        for step in range(70, 169):
+        for step in range(70, 139):
             tiny()(ids[:, step : step + 1], **kv(cache))
         at_end, peak = cache.nbytes, cache.account.peak
     assert (bill.after_prompt.live, bill.after_prompt.held) == (after_prompt.live, after_prompt.held)
