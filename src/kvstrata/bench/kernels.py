@@ -29,7 +29,7 @@ RAGGED, EVEN = (1000, 64, 130, 1, 7, 200), (1000,)  # entries of the segments th
 OF_LARGEST = {torch.float32: 5e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # the output rounds
 CODED = {8: 1e-3, 4: 2e-3, 2: 2e-3}  # by bits of a key: queries and probabilities are coded too
 MASS, MASS_CODED = 1e-5, 4e-3  # attention mass is always fp32
-DENSE_ROUNDS = 2  # torch rounds probabilities to 16 bit as well
+DENSE_ROUNDS = 2  # torch and Triton round probabilities to 16 bit as well
 
 Call = Callable[[], tuple[Tensor, Tensor | None]]  # -> out [B, H*G, 1, D], mass [B, H, N]
 
@@ -72,7 +72,7 @@ class Variant:
         codec, rounding = CODECS.get(self.format), OF_LARGEST[EXACT.get(self.format, self.dtype)]
         if codec is not None:
             return max(rounding, CODED[codec.k_bits])
-        return rounding * (DENSE_ROUNDS if self.kernel in DENSE else 1)
+        return rounding * (DENSE_ROUNDS if self.kernel in (*DENSE, "triton") else 1)
 
     @property
     def mass_allowed(self) -> float:
