@@ -26,7 +26,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from kvstrata.bench.kernels import Shape, Variant, errors, page_bytes, random_queries, random_tiers
+from kvstrata.bench.kernels import Shape, Variant, errors, random_queries, random_tiers
 from kvstrata.bench.measure import provenance
 from kvstrata.kernels.attention import Softmax
 from kvstrata.kernels.mass import ALL_ROWS, Reduction, ref
@@ -149,7 +149,7 @@ def prepared(name: str, shape: Shape, entries: int, mass: bool, **tuning: Any) -
     q = random_queries(variant, shape, device)
     at = [triton.addresses(tier) for tier in tiers]
     options = {"softmax": Softmax(shape.dim**-0.5), "reduction": NEWEST if mass else None, "at": at}
-    read = sum(page_bytes(tier.format) * int((-(-tier.lengths // PAGE)).sum()) for tier in tiers)
+    read = sum(tier.format.page_bytes * int((-(-tier.lengths // PAGE)).sum()) for tier in tiers)
     return lambda: triton.attend_pages(q, tiers, **options, tuning=triton.Tuning(**tuning)), read
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvstrata.bench import kernels, roofline
-from kvstrata.bench.kernels import EXACT, FORMATS, Shape, Variant, errors, page_bytes, random_tiers, variants
+from kvstrata.bench.kernels import EXACT, FORMATS, Shape, Variant, errors, random_tiers, variants
 from kvstrata.kernels.attention import ref
 
 CPU = torch.device("cpu")
@@ -30,8 +30,8 @@ def test_every_format_has_a_kernel_with_and_without_mass():
 def test_bytes_of_a_page_are_those_of_its_block(format, bits):
     made = Variant("native", format).of(64)
     (block,) = random_tiers(made, [64], CPU, native=False)[-1].blocks
-    assert page_bytes(made) == sum(part.nbytes for part in block[1:])
-    assert page_bytes(made) >= 2 * 64 * 64 * bits // 8
+    assert made.page_bytes == sum(part.nbytes for part in block[1:])
+    assert made.page_bytes >= 2 * 64 * 64 * bits // 8
 
 
 def test_speeds_are_measured_and_compared_with_the_probe():

@@ -33,7 +33,7 @@ def storage_bytes(cache):
 def first_page(cache):
     """Where the first entries of the first layer lie."""
     table = cache.strata[0].store.exact.table
-    block = table._block(table.pages[0][0])
+    block = table.arena.block_of(table.pages[0][0])
     return block.k[table.pages[0][0] - block.first].data_ptr()
 
 

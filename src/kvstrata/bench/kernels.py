@@ -13,7 +13,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from kvstrata.kernels import attention, dispatch
 from kvstrata.kernels.attention import Softmax
 from kvstrata.kernels.codec import CODECS
-from kvstrata.kernels.codec.ref import pack, unpack
+from kvstrata.kernels.codec.ref import pack
+from kvstrata.kernels.dense import read
 from kvstrata.kernels.mass import Reduction
 from kvstrata.kernels.pages import PAGE, Block, Format, Pages
 
@@ -155,21 +156,6 @@ def _repeated(pages: Tensor, total: int) -> Tensor:
     return out
 
 
-def _entries(pages: Pages) -> tuple[Tensor, Tensor]:
-    """What `_random_pages` made stand for: k [S, N, D] and v, zeros past a length; fp32 if coded."""
-    (block,), longest = pages.blocks, int(pages.lengths.max())
-    pair = (block.k, block.v) if pages.format.codec is None else unpack(pages.format, block.k, block.v, block.grid)
-    past = torch.arange(longest, device=pages.table.device) >= pages.lengths[:, None]
-    k, v = (x[pages.table.long()].flatten(1, 2)[:, :longest].masked_fill(past[..., None], 0) for x in pair)
-    return k, v
-
-
-def page_bytes(format: Format) -> int:
-    """Bytes of one page of keys and values, grid included."""
-    payload = math.prod(format.k_shape) + math.prod(format.v_shape)
-    return payload * format.payload_dtype.itemsize + format.grid_numbers * format.grid_dtype.itemsize
-
-
 # -- calls --------------------------------------------------------------------------------------------------------
 
 
@@ -181,7 +167,7 @@ def make_call(variant: Variant, shape: Shape, q: Tensor, tiers: list[Pages]) -> 
         return lambda: attention.attend_pages(q, tiers, softmax=softmax, reduction=reduction, widths=widths)
     if variant.kernel == "triton":
         return _triton_call(q, tiers, softmax, reduction, widths)
-    k, v = (x.unflatten(0, (shape.rows, shape.heads)).contiguous() for x in _entries(tiers[0]))
+    k, v = (x.unflatten(0, (shape.rows, shape.heads)).contiguous() for x in read(tiers[0]))
     if variant.kernel == "sdpa":
         grouped = shape.group > 1
         return lambda: (scaled_dot_product_attention(q, k, v, scale=softmax.scale, enable_gqa=grouped), None)
@@ -228,7 +214,7 @@ def random_queries(variant: Variant, shape: Shape, device: torch.device) -> Tens
 
 def _truth(q: Tensor, tiers: list[Pages], shape: Shape) -> tuple[Tensor, Tensor]:
     """Out [B, H*G, 1, D] and mass [B, H, N] in float64."""
-    entries = [_entries(tier) for tier in tiers]
+    entries = [read(tier) for tier in tiers]
     k, v = (torch.cat([pair[i].double() for pair in entries], dim=1) for i in (0, 1))  # [S, N, D]
     valid = torch.cat(
         [

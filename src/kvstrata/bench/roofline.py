@@ -25,7 +25,6 @@ from kvstrata.bench.kernels import (
     Variant,
     errors,
     make_call,
-    page_bytes,
     random_queries,
     random_tiers,
     variants,
@@ -155,13 +154,13 @@ def _gflops(device: torch.device) -> float:
 def _case(variant: Variant, shape: Shape, device: torch.device, size: int) -> _Case:
     """A kernel over `size` bytes; one that is wrong gets no pages, since it will not be timed."""
     found, format = errors(variant, shape, device), variant.of(shape.dim)
-    per_segment = max(1, round(size / page_bytes(format) / shape.segments))
+    per_segment = max(1, round(size / format.page_bytes / shape.segments))
     entries, pages = per_segment * PAGE, per_segment * shape.segments
     call: Call = _nothing
     if found.passed:
         tiers = random_tiers(format, [entries] * shape.segments, device, variant.kernel == "native")
         call = make_call(variant, shape, random_queries(variant, shape, device), tiers)
-    return _Case(variant, shape, entries, pages * page_bytes(format), found, call)
+    return _Case(variant, shape, entries, pages * format.page_bytes, found, call)
 
 
 def _nothing() -> tuple[torch.Tensor, None]:

@@ -75,7 +75,7 @@ def _attend_blocks(
         done = attend(part, block.k, block.v, softmax=of, reduction=reduction, own=mine, kernels=store.kernels)
         out[block.rows, heads, -new:] = done.out
         if mass is not None and done.mass is not None:
-            mass[block.rows, block.heads, _places(block, block.k.shape[2])] = done.mass
+            mass[block.rows, block.heads, block.places(block.k.shape[2])] = done.mass
     return out, mass
 
 
@@ -96,17 +96,12 @@ def mass_of(store: LayerStore, queries: list[Tensor], softmax: Softmax, reductio
         sums = native if store.kernels == "native" else ref
         lse = sums.column_lse(q, k, scale=of.scale, softcap=of.softcap, sinks=of.sinks)
         part = sums.column_mass(q, k, lse, scale=of.scale, softcap=of.softcap, reduction=reduction)
-        mass[block.rows, block.heads, _places(block, k.shape[2])] = part
+        mass[block.rows, block.heads, block.places(k.shape[2])] = part
     return mass
 
 
 def _no_mass(store: LayerStore, device: torch.device) -> Tensor:
     return torch.zeros(store.batch_size, store.num_kv_heads, store.width, device=device)
-
-
-def _places(block: Block, n: int) -> slice | Tensor:
-    """Where the first n entries of a block stand in the dense forms."""
-    return slice(n) if block.slots is None else block.slots[:n]
 
 
 def _of_heads(softmax: Softmax, heads: slice) -> Softmax:

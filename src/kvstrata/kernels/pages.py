@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -62,6 +63,16 @@ class Format:
     def grid_dtype(self) -> torch.dtype:
         """Of grids as stored."""
         return torch.float32 if self.codec and self.codec.symmetric else self.dtype
+
+    @property
+    def grid_bytes(self) -> int:
+        """Bytes of one page's grid."""
+        return self.grid_numbers * self.grid_dtype.itemsize
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page of keys and values, grid included."""
+        return (prod(self.k_shape) + prod(self.v_shape)) * self.payload_dtype.itemsize + self.grid_bytes
 
 
 class Block(NamedTuple):

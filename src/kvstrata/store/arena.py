@@ -27,8 +27,7 @@ class Arena:
         self.kernels: Implementation = kernels
         self.blocks: list[Block] = []  # ascending
         self.native: Any = dispatch.native_arena(kernels, format)
-        numbers = torch.Size(format.k_shape).numel() + torch.Size(format.v_shape).numel()
-        self.page_bytes = numbers * format.payload_dtype.itemsize + format.grid_numbers * format.grid_dtype.itemsize
+        self.page_bytes = format.page_bytes  # kept, since every step asks for it
         self._account = account
         self._taken: list[bytearray] = []  # of every block: 1 where a page is in use
         self._extra: Counter[int] = Counter()  # users beyond the first of a page that has several
@@ -94,7 +93,7 @@ class Arena:
 
     def read(self, pages: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Copies of what these pages hold: k [n, ...], v and grid, as a `Block` has them."""
-        found = [(self.blocks[self._number(page)], page) for page in pages]
+        found = [(self.block_of(page), page) for page in pages]
         if not found:
             f = self.format
             shapes = [(f.k_shape, f.payload_dtype), (f.v_shape, f.payload_dtype), ((f.grid_numbers,), f.grid_dtype)]
@@ -110,7 +109,7 @@ class Arena:
     def write(self, pages: Sequence[int], k: Tensor, v: Tensor, grid: Tensor) -> None:
         """Fill these pages with what `read` gives."""
         for i, page in enumerate(pages):
-            block = self.blocks[self._number(page)]
+            block = self.block_of(page)
             at = page - block.first
             block.k[at], block.v[at], block.grid[at] = k[i], v[i], grid[i]
 
@@ -125,6 +124,10 @@ class Arena:
             taken[place] = 1
             pages.append(block.first + place)
         return pages
+
+    def block_of(self, page: int) -> Block:
+        """The block that a page lies in."""
+        return self.blocks[self._number(page)]
 
     def _number(self, page: int) -> int:
         """Which block a page lies in."""

@@ -52,8 +52,7 @@ class CodedTier:
         for pages, fills in zip(self.pages, self.fills, strict=True):
             filled.update(zip(pages, fills, strict=True))
         f = self.arena.format
-        grids = f.grid_numbers * f.grid_dtype.itemsize * len(filled)
-        return grids + sum(filled.values()) * (self.arena.page_bytes - f.grid_numbers * f.grid_dtype.itemsize) // PAGE
+        return f.grid_bytes * len(filled) + sum(filled.values()) * (f.page_bytes - f.grid_bytes) // PAGE
 
     def held_bytes(self) -> int:
         """Pages, shared ones once, and columns."""

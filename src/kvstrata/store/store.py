@@ -33,6 +33,10 @@ class Block:
     v: Tensor
     slots: Tensor | None = None
 
+    def places(self, n: int) -> slice | Tensor:
+        """Where the first n entries stand in the dense forms."""
+        return slice(n) if self.slots is None else self.slots[:n]
+
 
 class LayerStore:
     """Entries of one layer: keys, values and columns, per row or (`per_head`) per row and head.
@@ -241,8 +245,7 @@ class LayerStore:
             device=self._exact.table.arena.device,
         )
         for block in self.blocks():
-            slots = slice(block.k.shape[2]) if block.slots is None else block.slots
-            dense[block.rows, block.heads, slots] = block.k
+            dense[block.rows, block.heads, block.places(block.k.shape[2])] = block.k
         return dense
 
     def column(self, name: str) -> Tensor:

@@ -79,7 +79,7 @@ class PageTable:
     def _blocks(self) -> list[Block]:
         """Blocks that hold these pages, and maybe others."""
         if self.together and (runs := [pages for pages in self.pages if pages]):
-            block = self._block(runs[0][0])
+            block = self.arena.block_of(runs[0][0])
             if all(block.first <= run[0] <= run[-1] < block.first + block.k.shape[0] for run in runs):
                 return [block]
         return self.arena.blocks
@@ -92,7 +92,7 @@ class PageTable:
         step = starts[1] - starts[0] if len(starts) > 1 else len(self.pages[0])
         if step < max(map(len, self.pages)) or starts != list(range(starts[0], starts[-1] + 1, step)):
             return None
-        block = self._block(starts[0])
+        block = self.arena.block_of(starts[0])
         fits = starts[-1] + -(-self.longest // PAGE) <= block.first + block.k.shape[0]
         return self._run(block, starts[0], len(starts), step, self.longest) if fits else None
 
@@ -101,10 +101,7 @@ class PageTable:
         if not self.together or not self.pages[index]:
             return None
         first = self.pages[index][0]
-        return self._run(self._block(first), first, 1, 1, self.lengths[index])
-
-    def _block(self, page: int) -> Block:
-        return next(b for b in self.arena.blocks if b.first <= page < b.first + b.k.shape[0])
+        return self._run(self.arena.block_of(first), first, 1, 1, self.lengths[index])
 
     def _run(self, block: Block, first: int, count: int, step: int, n: int) -> tuple[Tensor, Tensor]:
         """Views [count, n, D]: the first n slots of every `step` pages from page `first` on."""
