@@ -11,10 +11,11 @@ from tests.contract.runs import ALL, kv, prompt, spec, tiny
 
 SHAPE = KvShape((0, 1, 2), 2, 16, torch.float32)
 EXTRA = ["keynorm:budget=30%,room=5", "streaming:budget=40KiB", "window:budget=20KiB/layer", "pyramidkv:budget=20"]
+CODED = ["full:codec=int8,exact=4", "window:budget=90,codec=int8,exact=10", "snapkv:budget=70,codec=int4,exact=0"]
 
 
 @pytest.mark.parametrize(("batch", "chunk"), [(1, None), (3, 20)])
-@pytest.mark.parametrize("name", [*ALL, *EXTRA])
+@pytest.mark.parametrize("name", [*ALL, *EXTRA, *CODED])
 def test_counted_bytes_are_those_of_a_run(name, batch, chunk):
     text = spec(name, 20)
     bill = count_bytes(parse_policy(text), SHAPE, context=70, new_tokens=70, batch=batch, chunk=chunk)

@@ -16,10 +16,13 @@ from kvstrata.cache.layer import Layer
 from kvstrata.cache.step import Mode
 from kvstrata.core import Column, Signals
 from kvstrata.kernels.attention import Softmax
+from kvstrata.kernels.codec.ref import Packed
 from kvstrata.kernels.mass import Reduction
+from kvstrata.kernels.pages import PAGE
 from kvstrata.policy.policy import Policy
 from kvstrata.policy.scorers import Stateless
 from kvstrata.store import Account, Bytes, LayerStore
+from kvstrata.store.coded import CodedTier
 from kvstrata.store.columns import Columns
 from kvstrata.store.exact import ExactTier
 from kvstrata.store.table import PageTable
@@ -75,10 +78,29 @@ class _CountingTier(ExactTier):
         pass
 
 
+class _CountingCodedTier(CodedTier):
+    """Coded pages without memory."""
+
+    def _pack(self, source: PageTable, segment: Tensor, at: Tensor, account: Account) -> Packed:
+        f, pages = self.arena.format, len(at) // PAGE
+        account.note_copies(len(at) * (f.k_dim + f.v_dim) * f.dtype.itemsize)
+        empty = torch.empty(pages, 0, device="meta")
+        return Packed(empty, empty, empty, 0)
+
+    def _write(self, pages: Sequence[int], packed: Packed) -> None:
+        pass
+
+    def _shuffle(self, page: int, order: Tensor) -> int:
+        return page
+
+    def _fill_tensor(self) -> Tensor:
+        return self._fills_on(torch.device("cpu"))
+
+
 class _CountingStore(LayerStore):
     """Payload on the meta device, columns on the CPU."""
 
-    _exact_tier = _CountingTier
+    _exact_tier, _coded_tier = _CountingTier, _CountingCodedTier
 
     def _new_columns(self, device: torch.device) -> Columns:
         return super()._new_columns(torch.device("cpu"))
@@ -93,7 +115,13 @@ class _CountingLayer(Layer):
         self.store = _CountingStore(index, policy.columns(index), policy.per_head(index), self.account)
 
     def _attend(
-        self, q: Tensor, tokens: list[int], softmax: Softmax, reduction: Reduction | None, own: Tensor | None
+        self,
+        q: Tensor,
+        tokens: list[int],
+        softmax: Softmax,
+        reduction: Reduction | None,
+        own: Tensor | None,
+        known: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         return q, None
 

@@ -15,6 +15,7 @@ from kvstrata.store.account import Account
 from kvstrata.store.arena import Arena
 from kvstrata.store.columns import Columns
 from kvstrata.store.exact import ExactTier
+from kvstrata.store.table import PageTable
 
 
 class CodedTier:
@@ -78,9 +79,12 @@ class CodedTier:
         return self._view
 
     def _fill_tensor(self) -> Tensor:
+        return self._fills_on(self.arena.device)
+
+    def _fills_on(self, device: torch.device) -> Tensor:
         width = self.width // PAGE
         rows = [fills + [0] * (width - len(fills)) for fills in self.fills]
-        return torch.tensor(rows, dtype=torch.int32, device=self.arena.device).view(len(rows), width)
+        return torch.tensor(rows, dtype=torch.int32, device=device).view(len(rows), width)
 
     def decoded(self, segment: int) -> tuple[Tensor, Tensor, Tensor]:
         """Keys [n, D] and values of one segment's entries as their codes give them, and their slots [n]."""
@@ -91,10 +95,10 @@ class CodedTier:
 
     # -- change -------------------------------------------------------------------------------------------------
 
-    def take(self, exact: ExactTier, chosen: Tensor, account: Account) -> int:
+    def take(self, exact: ExactTier, chosen: Tensor, account: Account) -> None:
         """Code the chosen exact entries [B, 1|H, n], by position 64 to a page; they are still to be dropped there.
 
-        Return how many of their numbers were not finite. Raises `ValueError` unless every segment gives whole pages.
+        Raises `ValueError` unless every segment gives whole pages.
         """
         counts: list[int] = chosen.sum(dim=-1).flatten().tolist()
         if any(count % PAGE for count in counts):
@@ -106,27 +110,32 @@ class CodedTier:
         at = order[places.unbind(1)]
         segment, at_each, _ = exact.by_segment(places, at)
         by_segment = segment.argsort(stable=True)
-        k, v = entries.gather(exact.table.view(), segment[by_segment], at_each[by_segment])
-        account.note_copies(k.nbytes + v.nbytes)
-        packed = packing.pack(
-            self.arena.format, k.unflatten(0, (-1, PAGE)), v.unflatten(0, (-1, PAGE)), self.arena.native
-        )
+        packed = self._pack(exact.table, segment[by_segment], at_each[by_segment], account)
         base = torch.tensor([len(pages) * PAGE for pages in self.pages[:: self._served]], device=order.device)
         self._add(packed, [count // PAGE for count in counts for _ in range(self._served)])
         row, head, slot = places.unbind(1)
         new = slot + base.view(*chosen.shape[:2])[row, head]
         self.columns.move((row, head, at), (row, head, new), exact.columns)
-        return packed.nonfinite
+
+    def _pack(self, source: PageTable, segment: Tensor, at: Tensor, account: Account) -> packing.Packed:
+        """Pages of codes of the entries at slots `at` of these segments, 64 by 64."""
+        k, v = entries.gather(source.view(), segment, at)
+        account.note_copies(k.nbytes + v.nbytes)
+        whole = (-1, PAGE)
+        return packing.pack(self.arena.format, k.unflatten(0, whole), v.unflatten(0, whole), self.arena.native)
 
     def _add(self, packed: packing.Packed, counts: Sequence[int]) -> None:
         """Store coded pages, counts[s] of them for segment s in order, with room for their columns."""
         taken = self.arena.take(sum(counts), together=False)
-        self.arena.write(taken, packed.k, packed.v, packed.grid)
+        self._write(taken, packed)
         source = iter(taken)
         for pages, fills, count in zip(self.pages, self.fills, counts, strict=True):
             pages += [next(source) for _ in range(count)]
             fills += [PAGE] * count
         self._settle()
+
+    def _write(self, pages: Sequence[int], packed: packing.Packed) -> None:
+        self.arena.write(pages, packed.k, packed.v, packed.grid)
 
     def _settle(self) -> None:
         self._view = None
