@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvstrata.cache.fed import Fed
-from kvstrata.cache.step import MOST_DRAFTS, Events, Mode, Pending
+from kvstrata.cache.step import MOST_DRAFTS, Events, Mode, Pending, joined_queries, newest_queries
 from kvstrata.cache.stored import attend_stored, mass_of
 from kvstrata.core import InputError, LayerShape, Phase, Plan, Signals, SpecError, Tier, UnsupportedModelError
 from kvstrata.kernels.attention import KernelName, Softmax
@@ -94,12 +94,14 @@ class Layer:
         softmax: Softmax,
         past: Tensor | None = None,
         own: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Store k and v [B, H, Q, D], return the attention of q [B, H*G, Q, D], then let the policy act.
 
         `tokens[b]` counts the real tokens of each row, which stand last; None means all Q. Queries of pads give zeros.
         `past` [B, columns fed] bool is given when it hides past tokens that were stored (pads that a finished row
         got, say): they are dropped first. `own` [B, Q, Q] bool replaces causality among the tokens of this forward.
+        `out` is the result where another layer that holds the same has made it already.
         Raises `InputError` when the forward does not fit what is stored, `SpecError` when a budget cannot be met by
         this model; nothing of the forward is stored then.
         """
@@ -118,7 +120,7 @@ class Layer:
             self.store.flush()
             self.store.sort()
         self.fed.add(queries, tokens)
-        out = self._forward(q, tokens, softmax, own, rule)
+        out = self._forward(q, tokens, softmax, own, rule, out)
         if not self._mode.prefilling:
             self.step += 1
         return out
@@ -136,18 +138,26 @@ class Layer:
         self.fed.add(max(seen, stored), [max(seen, stored)] * batch)
         self.step += 1
 
-    def _forward(self, q: Tensor, tokens: list[int], softmax: Softmax, own: Tensor | None, rule: Rule | None) -> Tensor:
+    def _forward(
+        self,
+        q: Tensor,
+        tokens: list[int],
+        softmax: Softmax,
+        own: Tensor | None,
+        rule: Rule | None,
+        known: Tensor | None,
+    ) -> Tensor:
         """Attend over what is stored, and settle or leave that for later."""
         mode = self._mode
         if mode.drafting and not mode.prefilling:
             return self._draft(q, tokens, softmax, own, rule)
         if rule is None:
-            return self._attend(q, tokens, softmax, None, own)[0]
+            return self._attend(q, tokens, softmax, None, own, known)[0]
         waits = mode.prefilling or rule.at_step_end
         limits = None if waits else self._due(rule, None)
         reads = waits or limits is not None or bool(rule.scorer.columns)
         late = mode.prefilling and not rule.scorer.columns
-        out, mass = self._attend(q, tokens, softmax, None if late or not reads else rule.scorer.mass, own)
+        out, mass = self._attend(q, tokens, softmax, None if late or not reads else rule.scorer.mass, own, known)
         this = Pending(rule, self.step, q.shape[2], tokens, mass, softmax)
         if mode.prefilling:
             self._join(this, q, rule)
@@ -158,9 +168,15 @@ class Layer:
         return out
 
     def _attend(
-        self, q: Tensor, tokens: list[int], softmax: Softmax, reduction: Reduction | None, own: Tensor | None
+        self,
+        q: Tensor,
+        tokens: list[int],
+        softmax: Softmax,
+        reduction: Reduction | None,
+        own: Tensor | None,
+        known: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        return attend_stored(self.store, q, tokens, softmax, reduction, own)
+        return attend_stored(self.store, q, tokens, softmax, reduction, own, known)
 
     def _join(self, this: Pending, q: Tensor, rule: Rule) -> None:
         """Put off a part of a prompt and join it to the parts before: scores are summed now, or queries kept."""
@@ -168,13 +184,13 @@ class Layer:
             self._observe(rule, self._signals(this, rule, None))
             this.mass, this.observed = None, True
         elif rule.scorer.mass:
-            this.queries = _newest(q, this.tokens, rule.scorer.mass.rows)
+            this.queries = newest_queries(q, this.tokens, rule.scorer.mass.rows)
         if before := self._pending:
             this.columns += before.columns
             this.tokens = [a + b for a, b in zip(before.tokens, this.tokens, strict=True)]
             if rule.scorer.mass and this.queries:
                 rows = rule.scorer.mass.rows
-                this.queries = [_joined(*pair, rows) for pair in zip(before.queries, this.queries, strict=True)]
+                this.queries = [joined_queries(*pair, rows) for pair in zip(before.queries, this.queries, strict=True)]
         self._pending = this
 
     def _draft(self, q: Tensor, tokens: list[int], softmax: Softmax, own: Tensor | None, rule: Rule | None) -> Tensor:
@@ -190,10 +206,10 @@ class Layer:
                 for row, n in enumerate(tokens)
             ]
             this.mass = mass_of(self.store, old, softmax, *reductions, newer=MOST_DRAFTS)
-            this.queries = _newest(q, tokens, MOST_DRAFTS)
+            this.queries = newest_queries(q, tokens, MOST_DRAFTS)
         elif reductions:
             rows = ALL_ROWS if every else MOST_DRAFTS + max(reduction.rows for reduction in reductions)
-            this.queries = _newest(q, tokens, rows)
+            this.queries = newest_queries(q, tokens, rows)
         self._pending = this
         return out
 
@@ -381,15 +397,3 @@ class Layer:
         position, valid = self.store.column("position"), self.store.valid()
         end = torch.tensor(self.seen, device=position.device)[:, None, None]
         self._drop(~(valid & (position < end)))
-
-
-def _newest(q: Tensor, tokens: list[int], rows: int) -> list[Tensor]:
-    """The newest `rows` real queries of every row of q [B, H*G, Q, D], or all, as tensors of their own."""
-    counts = tokens if rows == ALL_ROWS else [min(n, rows) for n in tokens]
-    return [q[row, :, q.shape[2] - n :].clone() for row, n in enumerate(counts)]
-
-
-def _joined(before: Tensor, now: Tensor, rows: int) -> Tensor:
-    """Queries [H*G, R, D] of two parts of a prompt, the newest `rows` of them."""
-    missing = before.shape[1] if rows == ALL_ROWS else min(before.shape[1], rows - now.shape[1])
-    return torch.cat([before[:, before.shape[1] - missing :], now], dim=1) if missing > 0 else now

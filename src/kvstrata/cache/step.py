@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from kvstrata.cache.fed import Fed
 from kvstrata.kernels.attention import Softmax
+from kvstrata.kernels.mass import ALL_ROWS
 from kvstrata.policy.policy import Rule
 
 MOST_DRAFTS = 64  # tokens that one verdict may reject
@@ -57,3 +59,15 @@ class Pending:
     observed: bool = False  # whether the scorer has seen it
     draft: bool = False
     unjudged: Rule | None = None  # the rule of a draft that turns out to be a prompt
+
+
+def newest_queries(q: Tensor, tokens: list[int], rows: int) -> list[Tensor]:
+    """The newest `rows` real queries of every row of q [B, H*G, Q, D], or all, as tensors of their own."""
+    counts = tokens if rows == ALL_ROWS else [min(n, rows) for n in tokens]
+    return [q[row, :, q.shape[2] - n :].clone() for row, n in enumerate(counts)]
+
+
+def joined_queries(before: Tensor, now: Tensor, rows: int) -> Tensor:
+    """Queries [H*G, R, D] of two parts of a prompt, the newest `rows` of them."""
+    missing = before.shape[1] if rows == ALL_ROWS else min(before.shape[1], rows - now.shape[1])
+    return torch.cat([before[:, before.shape[1] - missing :], now], dim=1) if missing > 0 else now

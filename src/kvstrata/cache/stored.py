@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvstrata.cache.step import newest_queries
 from kvstrata.kernels.attention import Softmax, attend, attend_pages
 from kvstrata.kernels.mass import Reduction, native, ref
 from kvstrata.store import Block, LayerStore
@@ -19,13 +20,18 @@ def attend_stored(
     softmax: Softmax,
     reduction: Reduction | None,
     own: Tensor | None,
+    known: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return out [B, H*G, Q, Dv] and mass [B, H, N] of q [B, H*G, Q, D], whose own entries are the newest.
 
     Entries that the store has not written yet are written on the way. The last tokens[b] queries of each row are real;
     out is zero for the others. Mass is None without a reduction. `own` [B, Q, Q] bool replaces causality among the
-    queries' own entries.
+    queries' own entries. `known` is out where it was made already, so that mass alone is left to make.
     """
+    if known is not None and (own is None or reduction is None):
+        store.flush()
+        queries = newest_queries(q, tokens, reduction.rows) if reduction else []
+        return known, mass_of(store, queries, softmax, reduction) if reduction else None
     split = len(set(tokens)) > 1 or tokens[0] < q.shape[2]
     fresh = store.take_unwritten()
     if store.kernels in ("native", "triton") and q.shape[2] <= MOST_ROWS and own is None:
