@@ -10,6 +10,7 @@ from rich.console import Console
 from kvstrata.cli.bench import bench
 from kvstrata.cli.doctor import doctor
 from kvstrata.cli.estimate import estimate
+from kvstrata.cli.evaluate import app as evaluate
 from kvstrata.cli.ls import ls
 from kvstrata.cli.run import run
 from kvstrata.core import KvstrataError
@@ -19,6 +20,7 @@ app.command()(run)
 app.command()(estimate)
 app.command()(doctor)
 app.command()(bench)
+app.add_typer(evaluate, name="evaluate")
 app.command()(ls)
 
 

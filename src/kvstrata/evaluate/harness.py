@@ -1,0 +1,182 @@
+"""lm-evaluation-harness under any policy: its tasks, prompts and scores, our cache.
+
+`python -m kvstrata.evaluate.harness ...` is the harness's own command line with the model `kvstrata` added to it:
+
+    python -m kvstrata.evaluate.harness run --model kvstrata --model_args policy=h2o:budget=25% --tasks gsm8k
+
+A comma inside a policy's text is written as a semicolon there, since the harness splits at commas.
+"""
+
+# pyright: reportMissingImports=false, reportUntypedBaseClass=false, reportUntypedClassDecorator=false
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from kvstrata.core import InputError, KvstrataError
+from kvstrata.evaluate.grid import Asked, Job
+from kvstrata.evaluate.lm_eval_tasks.local import VARIABLE
+from kvstrata.evaluate.runs import feed, padded, scored
+from kvstrata.hf import StrataCache, compress
+from kvstrata.hf.compat import CACHE_KEYWORD
+from kvstrata.hf.demo import demo_model
+from kvstrata.hf.together import read_together
+from kvstrata.policy import parse_policy
+
+try:
+    from lm_eval.api.registry import register_model
+    from lm_eval.models.huggingface import HFLM
+except ImportError as error:
+    raise KvstrataError("the standard benchmarks need lm-evaluation-harness: pip install 'kvstrata[eval]'") from error
+
+DEMO = "demo"
+TASKS = Path(str(files("kvstrata.evaluate").joinpath("lm_eval_tasks")))  # of data that is at hand
+
+
+@register_model("kvstrata")
+class StrataLM(HFLM):
+    """transformers' model as the harness loads it, with every request in a cache of its own under the policy."""
+
+    def __init__(
+        self,
+        pretrained: str = DEMO,
+        policy: str = "full",
+        budget: str | None = None,
+        kernels: str = "auto",
+        **options: Any,
+    ) -> None:
+        from kvstrata.policy.budget import parse_budget
+
+        self._policy = parse_policy(policy.replace(";", ","))
+        if budget is not None:
+            self._policy = self._policy.with_budget(parse_budget(budget))
+        self._kernels: Any = kernels
+        self._held, self._full = 0, 0
+        source = str(demo_model()) if pretrained == DEMO else pretrained
+        super().__init__(pretrained=source, **{"device": "cpu", **options, "logits_cache": False})
+
+    @property
+    def share_held(self) -> float | None:
+        """Bytes held over the full cache's, over all requests at their end."""
+        return self._held / self._full if self._full else None
+
+    def _note(self, cache: StrataCache) -> None:
+        self._held += cache.nbytes.held
+        self._full += cache.engine.full_bytes
+
+    def _model_generate(self, context: Any, max_length: int, stop: list[str], **generation_kwargs: Any) -> Any:
+        """Generate as the harness does, in a cache under the policy."""
+        with compress(self.model, self._policy, kernels=self._kernels) as cache:
+            options = {CACHE_KEYWORD: cache, **generation_kwargs}
+            made = super()._model_generate(context, max_length, stop, **options)
+            self._note(cache)
+        return made
+
+    def _loglikelihood_tokens(
+        self, requests: list[Any], disable_tqdm: bool = False, override_bs: int | None = None
+    ) -> list[tuple[float, bool]]:
+        """Read every context, let the policy act, then score the continuation in one forward."""
+        size = override_bs or (self.batch_size if isinstance(self.batch_size, int) else 1)
+        order = sorted(range(len(requests)), key=lambda i: -len(requests[i][1]) - len(requests[i][2]))
+        found: dict[int, tuple[float, bool]] = {}
+        for start in range(0, len(order), size):
+            part = order[start : start + size]
+            for i, answer in zip(part, self._score([requests[i] for i in part]), strict=True):
+                found[i] = answer
+                self.cache_hook.add_partial("loglikelihood", requests[i][0], answer)
+        return [found[i] for i in range(len(requests))]
+
+    @torch.no_grad()
+    def _score(self, requests: list[Any]) -> list[tuple[float, bool]]:
+        model = cast(Any, self.model)
+        answers = [list(request[2]) for request in requests]
+        contexts = [list(r[1])[-(self.max_length - len(r[2])) :] for r in requests]
+        ids, mask = padded(contexts, self.device)
+        with compress(model, self._policy, kernels=self._kernels) as cache:
+            last = read_together(model, [cache], ids, None if bool(mask.all()) else mask)
+            self._note(cache)
+            keep = max(map(len, answers)) - 1
+            rows = [row[None] for row in last]
+            if keep:
+                ids, more = padded([answer[:-1] or [0] for answer in answers], self.device)
+                logits = feed(model, cache, ids, torch.cat([mask, more], dim=1), keep)
+                rows = [
+                    torch.cat([first, row[keep + 1 - len(answer) :]])
+                    for first, row, answer in zip(rows, logits, answers, strict=True)
+                ]
+        marked = [scored(row, answer) for row, answer in zip(rows, answers, strict=True)]
+        return [(-sum(nats), all(right)) for nats, right in marked]
+
+    def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
+        """Refused: the harness scores windows with nothing before them, so no policy would have acted."""
+        raise InputError("perplexity over windows compresses nothing: use `kvstrata evaluate --task ppl` instead")
+
+
+def run_lm_eval(names: Sequence[str], asked: Sequence[Asked], job: Job) -> list[dict[str, Any]]:
+    """Run the harness's tasks under every policy, `--contexts` examples of each. -> a row per task, policy and metric
+
+    Where --data is given, a task whose data has a file of ours is read from there. Raises `InputError`.
+    """
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    manager: Any = TaskManager(include_path=str(TASKS))
+    settings, tasks = job.settings, list(names)
+    if settings.data:
+        os.environ[VARIABLE] = str(settings.data)
+        tasks = [f"{name}_local" if f"{name}_local" in manager.all_tasks else name for name in names]
+    if unknown := [name for name in tasks if not manager.match_tasks([name])]:
+        raise InputError(f"lm-evaluation-harness has no task {', '.join(unknown)}; `lm_eval ls tasks` lists them")
+    rows: list[dict[str, Any]] = []
+    for one in asked:
+        lm = StrataLM(
+            job.model or DEMO,
+            one.policy,
+            one.budget,
+            job.kernels,
+            device=job.device,
+            dtype=job.dtype or ("float32" if job.device == "cpu" else "auto"),
+            batch_size=job.batch or 1,
+        )
+        found = cast(
+            Any,
+            simple_evaluate(
+                cast(Any, lm),
+                tasks=cast(Any, tasks),
+                limit=settings.contexts,
+                task_manager=manager,
+                random_seed=settings.seed,
+                bootstrap_iters=1000,
+            ),
+        )
+        for task, values in found["results"].items():
+            n = found["n-samples"].get(task, {}).get("effective")
+            about = {"task": task, "policy": one.policy, "budget": one.budget, "share_held": lm.share_held, "n": n}
+            for key, value in values.items():
+                metric, _, kind = key.partition(",")
+                if kind and not metric.endswith("_stderr"):
+                    error = values.get(f"{metric}_stderr,{kind}")
+                    rows.append({**about, "metric": key, "value": value, "stderr": error})
+    return rows
+
+
+def main() -> None:
+    """The harness's command line, which now knows the model `kvstrata`."""
+    from lm_eval.__main__ import cli_evaluate
+
+    sys.argv[0] = "lm_eval"
+    cli_evaluate()
+
+
+if __name__ == "__main__":
+    # under its own name, so that the class is registered once
+    from kvstrata.evaluate import harness
+
+    harness.main()

@@ -1,0 +1,122 @@
+"""Other libraries on the same examples, each in an environment of its own: kvpress and transformers' QuantizedCache.
+
+A script beside this file reads a job (model, options, examples as token ids), and writes one line of JSON for every
+example: nats and hits of every probe's answer or of a continuation, bytes held, seconds of the prefill. The question is
+never visible when it compresses. Quality is compared with the peer's own uncompressed cache, its option `full`.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+
+from kvstrata.bench.peers.environments import NEEDS, PeerError, environment
+from kvstrata.core import InputError
+from kvstrata.evaluate.runs import FULL, Outcome
+from kvstrata.evaluate.task import Example, Kind
+from kvstrata.policy.spec import split_specs
+
+HERE = Path(__file__).parent
+OPTIONS = {"kvpress": {"press": "SnapKVPress"}, "quantized": {"backend": "quanto", "bits": "4"}}
+KINDS: tuple[Kind, ...] = ("probes", "steps")
+
+
+def parse(text: str, budgets: Sequence[str]) -> list[tuple[str, str | None]]:
+    """Peers by commas -> (peer, budget). A press takes every budget in per cent; each stack's full cache comes first.
+
+    Raises `InputError` for an unknown peer or option.
+    """
+    found: list[tuple[str, str | None]] = []
+    for spec in split_specs(text):
+        name, options = read(spec)
+        found.append((f"{name}:{FULL}", None))
+        if name == "kvpress" and options.get("press") != FULL:
+            found += [(spec, budget) for budget in budgets if budget.endswith("%")]
+        else:
+            found.append((spec, None))
+    return list(dict.fromkeys(found))
+
+
+def read(spec: str) -> tuple[str, dict[str, str]]:
+    """A peer's name and options, with its own defaults where none are given."""
+    name, _, rest = spec.partition(":")
+    if name not in OPTIONS:
+        raise InputError(f"no peer named {name!r} to evaluate; there are: {', '.join(OPTIONS)}")
+    if rest == FULL:
+        return name, {"full": FULL}
+    options = dict(OPTIONS[name])
+    for part in filter(None, rest.split(",")):
+        key, _, value = part.partition("=")
+        if key not in options:
+            raise InputError(f"peer {spec!r}: {key!r} is not an option of {name}; its options: {', '.join(options)}")
+        options[key] = value
+    return name, options
+
+
+def run_peer(
+    spec: str, budget: str | None, model: str, dtype: str, kind: Kind, examples: Sequence[Example]
+) -> Iterator[Outcome]:
+    """Outcomes of a peer as it gives them. Raises `PeerError` if it cannot be installed or breaks down."""
+    name, options = read(spec)
+    job: dict[str, Any] = {
+        "model": model,
+        "dtype": dtype,
+        "threads": torch.get_num_threads(),
+        "kind": kind,
+        "share": float(budget.removesuffix("%")) / 100 if budget else 1.0,
+        "examples": [
+            {
+                "name": example.name,
+                "context": example.context,
+                "probes": [{"question": p.question, "answer": p.answer} for p in example.probes],
+                "continuation": example.continuation,
+            }
+            for example in examples
+        ],
+        **options,
+    }
+    with tempfile.TemporaryDirectory(prefix="kvstrata-peer-") as scratch:
+        file, log = Path(scratch) / "job.json", Path(scratch) / "log"
+        file.write_text(json.dumps(job))
+        with log.open("w") as errors:
+            process = subprocess.Popen(
+                [environment(name), HERE / f"score_{name}.py", file], stdout=subprocess.PIPE, stderr=errors, text=True
+            )
+            assert process.stdout is not None
+            try:
+                for line, example in zip(process.stdout, examples, strict=False):
+                    yield _outcome(json.loads(line), example, kind)
+            finally:
+                process.stdout.close()
+                code = process.wait()
+        if code:
+            raise PeerError(f"peer {spec} stopped (exit code {code}): {' / '.join(log.read_text().splitlines()[-3:])}")
+
+
+def _outcome(line: dict[str, Any], example: Example, kind: Kind) -> Outcome:
+    answered: list[tuple[list[float], list[bool]]] = line["answers"]
+    values = {"nll": mean(mean(nats) for nats, _ in answered)}
+    if kind == "probes":
+        values |= {
+            "token_accuracy": mean(mean(right) for _, right in answered),
+            "exact": mean(all(right) for _, right in answered),
+        }
+    tags = [probe.tags for probe in example.probes] or [{}]
+    items = [
+        {**tag, "nll": mean(nats), "tokens": nats, "right": right, "exact": all(right), "prefill_s": line["prefill_s"]}
+        for tag, (nats, right) in zip(tags, answered, strict=True)
+    ]
+    held, full = int(line["held"]), int(line["full"])
+    return Outcome(example.name, values, held, held, held, full, line["ms_per_token"], items)
+
+
+def sets_up() -> list[str]:
+    """Peers that have an environment to make."""
+    return [name for name in OPTIONS if name in NEEDS]
