@@ -23,8 +23,9 @@ POLICIES = ["h2o:budget=25%", "window:budget=12"]
 
 
 def decode(model, ids, batch, policies, specs, turns, tell=lambda _: None):
-    reference = run_reference(model, ids, policies, turns.most_steps, tell)
-    return run_case(model, reference, batch, specs, turns, tell)
+    with ExitStack() as stack:
+        reference = run_reference(model, ids, policies, turns.most_steps, tell, stack=stack, batches=[batch])
+        return run_case(model, reference, batch, specs, turns, tell)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -87,7 +88,8 @@ def test_bytes_of_cache_layers_are_those_of_their_tensors():
 
 def test_the_reference_feeds_what_generate_would_write():
     model, ids = tiny(), prompt(40)
-    found = run_reference(model, ids, POLICIES, 6)
+    with ExitStack() as stack:
+        found = run_reference(model, ids, POLICIES, 6, stack=stack)
     written = model.generate(ids, max_new_tokens=6, do_sample=False)[0, 40:].tolist()
     assert found.tokens == written
     assert all(logits.shape == (6, 128) for logits in found.logits.values())

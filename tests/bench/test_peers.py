@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
@@ -78,11 +79,14 @@ def peer_of(tmp_path, monkeypatch, broken=False):
     monkeypatch.setattr(peers, "environment", lambda name: sys.executable)
 
 
+def reference():
+    with ExitStack() as stack:
+        return run_reference(tiny(), prompt(40), [], TURNS.most_steps, stack=stack)
+
+
 def test_an_engine_in_a_process_of_its_own_takes_turns(tmp_path, monkeypatch):
     peer_of(tmp_path, monkeypatch)
-    rows = run_case(
-        tiny(), run_reference(tiny(), prompt(40), [], TURNS.most_steps), 2, parse_peers("hf,openvino"), TURNS
-    )
+    rows = run_case(tiny(), reference(), 2, parse_peers("hf,openvino"), TURNS)
     assert [row.name for row in rows] == ["hf", "full", "openvino"]
     assert rows[2].cache_bytes == 1006
     assert len(rows[2].ms) == 4
@@ -95,7 +99,7 @@ def test_an_engine_in_a_process_of_its_own_takes_turns(tmp_path, monkeypatch):
 def test_an_engine_that_breaks_down_is_an_error_that_says_why(tmp_path, monkeypatch):
     peer_of(tmp_path, monkeypatch, broken=True)
     with pytest.raises(peers.PeerError, match="the peer broke down"):
-        run_case(tiny(), run_reference(tiny(), prompt(40), [], TURNS.most_steps), 1, parse_peers("openvino"), TURNS)
+        run_case(tiny(), reference(), 1, parse_peers("openvino"), TURNS)
 
 
 def test_every_engine_has_a_script_and_an_environment():

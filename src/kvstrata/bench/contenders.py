@@ -21,6 +21,7 @@ from kvstrata.bench import repaired
 from kvstrata.hf import StrataCache, compress
 from kvstrata.hf.attention import NAME as OURS
 from kvstrata.hf.compat import CACHE_KEYWORD, attention_name, set_attention_name, text_config
+from kvstrata.hf.together import read_together
 from kvstrata.kernels.attention import KernelName
 from kvstrata.policy import parse_policy
 
@@ -94,24 +95,41 @@ def ours(
     rows: int,
     policy: str,
     stack: ExitStack,
-    kernels: KernelName | None = None,
+    kernels: KernelName = "auto",
+    read: StrataCache | None = None,
 ) -> Contender:
-    """A cache of kvstrata's, open as long as `stack` is. A policy with rules reads the prompt itself."""
-    chosen = {"kernels": kernels} if kernels else {}
-    cache = stack.enter_context(compress(model, policy, **cast("dict[str, Any]", chosen)))
-    parsed = parse_policy(policy)
-    keeps_all = not any(rule for layer in cache.strata for rule in parsed.rules(layer).values())
-    if keeps_all and not cache.passed_through:
+    """A cache of kvstrata's, open as long as `stack` is: `read` if it has read one row already, else one that does."""
+    cache = read or stack.enter_context(compress(model, policy, kernels=kernels))
+    if read is None and keeps_all(policy, cache):
         for index, layer in cache.strata.items():
             k, v = _entries(prompt, index, rows)
             layer.fill(k, v, seen=k.shape[2])
     else:
-        with torch.no_grad():
-            cast(Any, model)(prompt.ids, logits_to_keep=1, **{CACHE_KEYWORD: cache})
+        if read is None:
+            read_together(model, [cache], prompt.ids)
         cache.batch_repeat_interleave(rows)
         for layer in cache.strata.values():
             layer.store.unshare()
     return Contender(policy, model, cache, OURS, lambda: _held(cache))
+
+
+def keeps_all(policy: str, cache: StrataCache) -> bool:
+    """Whether the cache will hold the prompt's own keys and values, so that nothing needs to be read."""
+    rules = (rule for layer in cache.strata for rule in parse_policy(policy).rules(layer).values())
+    return not any(rules) and not cache.passed_through
+
+
+def read_for(
+    model: PreTrainedModel, ids: Tensor, wanted: Sequence[tuple[str, KernelName, ExitStack]]
+) -> list[StrataCache | None]:
+    """Open caches and let them read ids [1, T] in one forward; None for one that keeps all, which need not."""
+    found: list[StrataCache | None] = []
+    for policy, kernels, stack in wanted:
+        cache = stack.enter_context(compress(model, policy, kernels=kernels))
+        found.append(None if keeps_all(policy, cache) else cache)
+    if reading := [cache for cache in found if cache is not None]:
+        read_together(model, reading, ids)
+    return found
 
 
 def _held(cache: StrataCache) -> int:

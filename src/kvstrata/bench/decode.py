@@ -18,10 +18,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvstrata.bench.contenders import Contender, Prompt, ours, read_prompt, repaired_stock, stock
+from kvstrata.bench.contenders import Contender, Prompt, ours, read_for, read_prompt, repaired_stock, stock
 from kvstrata.bench.glue import share_of_glue
 from kvstrata.bench.peers import Peer, PeerSpec, start_peer
 from kvstrata.core import InputError
+from kvstrata.hf import StrataCache
+from kvstrata.kernels.attention import KernelName
 
 FULL = "full"
 IN_PROCESS = ("hf", "repaired")
@@ -99,6 +101,7 @@ class Reference:
     tokens: list[int]
     logits: dict[str, Tensor]
     allowed: float  # difference that rounding explains, over caches that hold the same entries
+    read: dict[tuple[str, int], StrataCache | None]  # by policy and batch: caches that have read the prompt, in one row
 
 
 def run_reference(
@@ -107,27 +110,38 @@ def run_reference(
     policies: Sequence[str],
     steps: int,
     tell: Callable[[str], object] = lambda _: None,
+    *,
+    stack: ExitStack,
+    batches: Sequence[int] = (),
 ) -> Reference:
     """Read ids [1, T] and decode one row with the reference kernels, greedily under the full cache.
 
-    The full cache is always among the policies, and the first.
+    The full cache is always among the policies, and the first. The prompt is read once for all policies in all of
+    `batches`; their caches stay open as long as `stack` is.
     """
     tell("reading the prompt")
     prompt = read_prompt(model, ids)
+    names = [FULL, *(policy for policy in policies if policy != FULL)]
+    cases = [(name, batch) for name in names for batch in batches]
     tokens, logits = [prompt.first], dict[str, Tensor]()
-    for policy in [FULL, *(policy for policy in policies if policy != FULL)]:
-        tell(f"the reference of {policy}")
-        with ExitStack() as stack:
-            contender, made = ours(model, prompt, 1, policy, stack, kernels="reference"), list[Tensor]()
+    with ExitStack() as own:
+        if batches or len(names) > 1:
+            tell("policies read the prompt")
+        wanted: list[tuple[str, KernelName, ExitStack]] = [(name, "reference", own) for name in names]
+        found = read_for(model, ids, wanted + [(name, "auto", stack) for name, _ in cases])
+        for policy, cache in zip(names, found, strict=False):
+            tell(f"the reference of {policy}")
+            contender, made = ours(model, prompt, 1, policy, own, "reference", cache), list[Tensor]()
             for step in range(steps):
                 made.append(contender.step(tokens[step], 1)[0])
                 if len(tokens) < steps:
                     tokens.append(int(made[-1].argmax()))
-        logits[policy] = torch.stack(made)
+            logits[policy] = torch.stack(made)
+    read = dict(zip(cases, found[len(names) :], strict=True))
     other, full = stock(model, prompt, 1), logits[FULL]
     difference = max(float((other.step(t, 1)[0] - full[i]).abs().max()) for i, t in enumerate(tokens))
     rounding = ROUNDING[model.dtype] * float(full.abs().max())
-    return Reference(prompt, tokens, logits, max(rounding, min(OF_NOISE * difference, MOST_NOISE * rounding)))
+    return Reference(prompt, tokens, logits, max(rounding, min(OF_NOISE * difference, MOST_NOISE * rounding)), read)
 
 
 def run_case(
@@ -146,8 +160,10 @@ def run_case(
     with ExitStack() as stack:
         contenders = [_baseline(spec, model, prompt, batch, most) for spec in peers if spec.name in IN_PROCESS]
         for policy in reference.logits:
-            tell(f"{policy} reads the prompt")
-            contenders.append(ours(model, prompt, batch, policy, stack))
+            cache = reference.read.pop((policy, batch), None)
+            contenders.append(ours(model, prompt, batch, policy, stack, read=cache))
+            if cache is not None:  # it is open longer than it is needed
+                stack.callback(cache.reset)
         others: list[Peer] = []
         for spec in peers:
             if spec.name not in IN_PROCESS:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -116,13 +116,16 @@ def _kernels(
 def _decode(console: Console, model: PreTrainedModel, ids: Tensor, work: _Work) -> dict[str, Any]:
     made: list[dict[str, Any]] = []
     for tokens in work.contexts:
-        with _progress(f"{tokens} tokens") as tell:
-            reference = run_reference(model, ids[:, :tokens], work.policies, work.turns.most_steps, tell)
-        for batch in work.batches:
-            with _progress(f"{batch} x {tokens} tokens") as tell:
-                rows = run_case(model, reference, batch, work.peers, work.turns, tell)
-            made.append({"context": tokens, "batch": batch, "rows": [_record(row) for row in rows]})
-            _print_decode(console, rows, f"{model.dtype}, {batch} x {tokens} tokens".removeprefix("torch."))
+        with ExitStack() as stack:
+            with _progress(f"{tokens} tokens") as tell:
+                steps = work.turns.most_steps
+                part, batches = ids[:, :tokens], work.batches
+                reference = run_reference(model, part, work.policies, steps, tell, stack=stack, batches=batches)
+            for batch in work.batches:
+                with _progress(f"{batch} x {tokens} tokens") as tell:
+                    rows = run_case(model, reference, batch, work.peers, work.turns, tell)
+                made.append({"context": tokens, "batch": batch, "rows": [_record(row) for row in rows]})
+                _print_decode(console, rows, f"{model.dtype}, {batch} x {tokens} tokens".removeprefix("torch."))
     return {"rounds": work.turns.rounds, "steps": work.turns.steps, "decode": made}
 
 

@@ -27,7 +27,6 @@ class Needs:
     packages: tuple[str, ...]
     alone: tuple[str, ...] = ()
     unwanted: tuple[str, ...] = ()
-    variables: tuple[tuple[str, str], ...] = ()  # of the environment that pip builds in
     size: str = ""
 
 
@@ -39,12 +38,7 @@ NEEDS = {
     ),
     "kvpress": Needs(("kvpress==0.5.5", "transformers==5.2.0", "torch"), size="1.4 GB"),
     "quantized": Needs(("optimum-quanto==0.2.7", "hqq==0.2.8.post1", "torch", "transformers"), size="1.2 GB"),
-    "llamacpp": Needs(
-        ("llama-cpp-python==0.3.36",),
-        alone=(WHEEL,),
-        variables=(("CMAKE_ARGS", "-DLLAVA_BUILD=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_SERVER=OFF"),),
-        size="0.2 GB, built from source in ten minutes or more; it needs a C++ compiler",
-    ),
+    "llamacpp": Needs(("xllamacpp==2026.10.11549", "gguf"), alone=(WHEEL,), size="0.3 GB"),
 }
 
 
@@ -70,23 +64,22 @@ def environment(name: str, console: Console | None = None) -> Path:
     # the very build of torch that runs here: the largest package, and often one without a GPU's libraries
     here = {"torch": torch.__version__, "transformers": version("transformers")}
     packages = [f"{package}=={here[package]}" if package in here else package for package in needs.packages]
-    _pip(name, python, needs, "install", *packages)
+    _pip(name, python, "install", *packages)
     if needs.alone:
-        _pip(name, python, needs, "install", "--no-deps", *needs.alone)
+        _pip(name, python, "install", "--no-deps", *needs.alone)
     if needs.unwanted:
-        _pip(name, python, needs, "uninstall", "--yes", *needs.unwanted)
+        _pip(name, python, "uninstall", "--yes", *needs.unwanted)
     marker.write_text(wanted)
     return python
 
 
-def _pip(name: str, python: Path, needs: Needs, *arguments: str) -> None:
+def _pip(name: str, python: Path, *arguments: str) -> None:
     done = subprocess.run(
         [python, "-m", "pip", "--quiet", *arguments],
         check=False,
         stdout=sys.stderr,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, **dict(needs.variables)},
     )
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()

