@@ -7,7 +7,7 @@ OLDEST := 5.17.0
 NATIVE := src/kvstrata/kernels/native
 SOURCES := $(wildcard $(NATIVE)/*.cpp $(NATIVE)/*.h) $(NATIVE)/CMakeLists.txt
 
-.PHONY: demo demo-short test check model slow oldest sanitize docs clean
+.PHONY: demo demo-short test check model slow extras peers oldest sanitize docs clean
 .DEFAULT_GOAL := test
 
 $(VENV)/installed: pyproject.toml constraints.txt $(SOURCES)
@@ -29,7 +29,7 @@ demo-short: $(VENV)/installed
 	mkdir -p build && $(BIN)/python examples/demo.py --short --out build/demo-short.png
 
 test: check  ## Lint, types and all tests that take seconds
-	$(BIN)/python -m pytest -n 2 -m "not slow and not model"
+	$(BIN)/python -m pytest -n 2 -m "not slow and not model and not extras"
 
 check: $(VENV)/installed
 	$(BIN)/ruff format --check .
@@ -37,10 +37,17 @@ check: $(VENV)/installed
 	$(BIN)/pyright
 
 model: $(VENV)/installed  ## Tests on the demo model, which they fetch
-	$(BIN)/python -m pytest -m "model and not slow"
+	$(BIN)/python -m pytest -m "model and not slow and not extras"
 
 slow: $(VENV)/installed  ## Tests that take minutes
 	$(BIN)/python -m pytest -m slow
+
+extras: $(VENV)/installed  ## Evaluation in other processes: lm-evaluation-harness, a Ray cluster of two workers, peers' scripts
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[demo,docs,dev,eval,ray]'
+	$(BIN)/python -m pytest -m extras
+
+peers: $(VENV)/installed  ## Environments of kvpress and of transformers' QuantizedCache, and a small comparison in them
+	$(BIN)/python -m pytest -m slow tests/evaluate/test_peers.py
 
 oldest: $(OLD)/installed  ## The contract tests on the oldest transformers
 	$(OLD)/bin/python -m pytest -n 2 -p no:cacheprovider tests/contract

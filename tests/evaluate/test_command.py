@@ -8,9 +8,10 @@ from ..cli.conftest import kvstrata
 
 
 def evaluate(folder, out, *more, **options):
-    given = {"--model": folder, "--policy": "h2o", "--budget": "50%", "--task": "copy", "--out": out, **options}
+    given = {"--model": folder, "--policy": "h2o", "--budget": "50%", "--task": "copy", "--out": out}
+    given |= {"--contexts": 2, "--length": 512, **options}
     pairs = [part for pair in given.items() for part in pair]
-    return kvstrata("evaluate", *pairs, "--contexts", 2, "--length", 512, *more)
+    return kvstrata("evaluate", *pairs, *more)
 
 
 def test_it_prints_the_table_and_show_prints_it_again_and_draws(folder, tmp_path):
@@ -34,7 +35,7 @@ def test_json_has_the_figures_with_their_intervals(folder, tmp_path):
 
 
 def test_a_grid_over_length_and_depth_is_drawn(folder, tmp_path):
-    done = evaluate(folder, tmp_path / "r", "--no-controls", **{"--task": "niah", "--contexts": 1, "--length": 768})
+    done = evaluate(folder, tmp_path / "r", "--no-controls", **{"--task": "niah", "--contexts": 1, "--length": 1200})
     assert done.exit_code == 0, done.exception
     kvstrata("evaluate", "show", tmp_path / "r", "--figures", tmp_path / "figures")
     assert [p for p in (tmp_path / "figures").iterdir() if p.name.endswith("-grid.png")]
@@ -63,6 +64,8 @@ BAD = {
     "length": ({"--length": 4000}, "made for 2048"),
     "peer": ({"--peers": "vllm"}, "no peer named 'vllm'"),
     "option of a peer": ({"--peers": "kvpress:speed=1"}, "is not an option of kvpress"),
+    "peers without a task": ({"--peers": "kvpress", "--task": "ruler-vt", "--length": 1500}, "none of these tasks"),
+    "jobs of the harness": ({"--lm-eval": "gsm8k", "--jobs": 2}, "leave out"),
     "folder": ({"--out": "/proc/nowhere"}, "cannot write results"),
     "haystack": ({"--task": "needle", "--haystack": "/nowhere"}, "cannot read /nowhere"),
 }

@@ -21,9 +21,9 @@ SHAPE = KvShape(tuple(range(4)), 3, 64, torch.float32)
 
 def cell(policy, budget, nll, task="needle", share=0.25, **run):
     about = {"source": "needle", "version": 1, "scope": "context", "seed": 0, "contexts": len(nll), "length": 100}
-    about |= {"model": "m@1", "dtype": "float32", "kernels": "auto"}
+    about |= {"model": "m@1", "dtype": "float32", "kernels": "auto", "device": "cpu"}
     found = [Outcome(str(i), {"nll": x, "exact": 0.5}, int(1000 * share), 200, 300, 1000) for i, x in enumerate(nll)]
-    return summarise(task, "nll", Run(policy=policy, budget=budget, **{**about, **run}), policy, found, {})
+    return summarise(task, "nll", Run(policy=policy, budget=budget, **{**about, **run}), found, {})
 
 
 def test_relative_figures_are_paired_with_the_full_cache_on_the_same_example():
@@ -42,6 +42,17 @@ def test_relative_figures_are_paired_with_the_full_cache_on_the_same_example():
     assert found.rows[1].cell.share == 0.25
 
 
+def test_without_a_full_cache_nothing_is_called_a_difference():
+    (found,) = comparisons([cell("h2o", "25%", [1.5, 5.5])])
+    assert found.rows[0].figures["nll"].n == 0
+    assert found.rows[0].figures["exact"].n == 2
+
+
+def test_a_figure_that_is_no_number_survives_the_disk():
+    found = cell("h2o", "25%", [math.nan, 1.0])
+    assert math.isnan(type(found).model_validate_json(found.model_dump_json()).examples[0].values["nll"])
+
+
 def test_a_peer_is_compared_with_its_own_full_cache():
     cells = [
         cell("full", None, [1.0]),
@@ -53,9 +64,17 @@ def test_a_peer_is_compared_with_its_own_full_cache():
     assert found.rows[2].figures["nll"].mean == 0.25
 
 
-@pytest.mark.parametrize(
-    "other", [{"seed": 1}, {"scope": "prompt"}, {"model": "n@1"}, {"length": 200}, {"dtype": "bfloat16"}]
-)
+OTHER = [
+    {"seed": 1},
+    {"scope": "prompt"},
+    {"model": "n@1"},
+    {"length": 200},
+    {"dtype": "bfloat16"},
+    {"kernels": "exact"},
+]
+
+
+@pytest.mark.parametrize("other", OTHER)
 def test_what_is_not_alike_is_not_in_one_table(other):
     assert len(comparisons([cell("full", None, [1.0]), cell("h2o", "25%", [2.0], **other)])) == 2
 

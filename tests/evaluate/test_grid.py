@@ -23,7 +23,7 @@ ASKED = ask(POLICIES, ["50%", "96"])
 
 def grid_of(folder, results, tasks=("copy", "ppl", "faithful"), **options):
     with results.writing():
-        return plan(worker(folder, settings=Settings(2, 512), **options), results, choose(tasks), ASKED, "context")
+        return plan(worker(folder, settings=Settings(2, 384), **options), results, choose(tasks), ASKED, "context")
 
 
 def run(folder, results, runner=here, **options):
@@ -47,11 +47,26 @@ def test_every_policy_runs_at_every_budget_and_random_and_full_beside_them():
     assert [asked.label for asked in ASKED] == [
         *("full", "h2o @ 50%", "h2o @ 96", "snapkv:budget=64", "random @ 50%", "random @ 96"),
     ]
-    assert [asked.label for asked in ask(["full"], [], controls=False)] == ["full"]
+    assert [asked.label for asked in ask(["full", "full:codec=int8"], ["50%"], controls=False)] == [
+        "full",
+        "full:codec=int8",
+    ]
     with pytest.raises(SpecError, match="no policy named 'h20'"):
         ask(["h20"], ["50%"])
     with pytest.raises(SpecError, match="cannot read budget='half'"):
         ask(["h2o"], ["half"])
+
+
+def test_a_policy_file_that_changed_is_another_policy(folder, tmp_path):
+    file = tmp_path / "mine.yaml"
+    keys = set()
+    for budget in (64, 96):
+        file.write_text(f"policy: h2o\nbudget: {budget}\n")
+        results = Results(tmp_path / "r")
+        with results.writing():
+            grid = plan(worker(folder), results, choose(["copy"]), ask([str(file)], [], controls=False), "context")
+        keys |= {run_.key for run_ in grid.runs.values()}
+    assert len(keys) == 3  # the full cache, and the file twice
 
 
 def test_all_cells_are_written_and_say_where_they_are_from(whole):
@@ -112,7 +127,7 @@ def test_a_process_that_is_killed_loses_nothing_that_was_finished(folder, whole,
         "--contexts",
         2,
         "--length",
-        512,
+        384,
         "--out",
         tmp_path,
     ]
@@ -121,11 +136,15 @@ def test_a_process_that_is_killed_loses_nothing_that_was_finished(folder, whole,
     while not list(tmp_path.glob("raw/*.jsonl")) and time.monotonic() < limit and process.poll() is None:
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
-    process.wait()
+    assert process.wait() == -signal.SIGKILL
+    assert list(tmp_path.glob("raw/*.jsonl"))
+    left, every = (grid_of(folder, place).left for place in (results, Results(tmp_path / "new")))
+    assert sum(map(len, left.values())) < sum(map(len, every.values()))
     run(folder, results)
     assert values(results) == values(whole)
 
 
+@pytest.mark.extras
 def test_processes_give_what_one_gives(folder, whole, tmp_path):
     results = Results(tmp_path)
     run(folder, results, processes(2))
@@ -159,9 +178,10 @@ def test_a_line_cut_off_is_taken_away_and_measured_again(folder, whole, tmp_path
     with results.writing():
         results.append(run_, list(whole.outcomes(run_).values()))
     path = results.raw_path(run_)
-    path.write_bytes(path.read_bytes()[:-40])
+    cut = path.read_bytes()[:-40]
+    path.write_bytes(cut)
     assert len(results.outcomes(run_)) == 1
-    assert path.read_bytes().endswith(b"\n")
+    assert path.read_bytes() == cut  # reading changes nothing
     run(folder, results)
     assert values(results) == values(whole)
 

@@ -1,5 +1,6 @@
 """The four kinds of runs against plain forwards of the same model, written out."""
 
+import math
 from contextlib import ExitStack
 from itertools import pairwise
 
@@ -8,7 +9,9 @@ import torch
 from transformers import DynamicCache
 
 import kvstrata
+from kvstrata.bench.counting import KvShape
 from kvstrata.evaluate.answers import run_answers, share_found
+from kvstrata.evaluate.equal import resolve
 from kvstrata.evaluate.probes import run_probes
 from kvstrata.evaluate.steps import run_steps
 from kvstrata.evaluate.task import Example, Probe, Turn
@@ -146,3 +149,41 @@ SCORES = [
 @pytest.mark.parametrize(("text", "references", "any_of", "score"), SCORES)
 def test_the_score_is_the_share_of_references_in_the_answer(text, references, any_of, score):
     assert share_found(text, Probe([], [], {}, references, any_of)) == pytest.approx(score)
+
+
+SHARES = ["h2o", "snapkv", "streaming", "tova", "window", "pyramidkv", "h2o:codec=int8"]
+
+
+@pytest.mark.parametrize("asked", ["75%", "50%"])
+def test_a_share_asked_for_is_the_share_held_over_the_steps(model, asked):
+    """Of a continuation as long as the prompt, which a policy for prompts alone keeps whole."""
+    shape = KvShape((0, 1, 2), 2, 16, torch.float32)
+    ids = prompt(1200, rows=1, seed=7).tolist()[0]
+    example = Example("a", ids[:600], continuation=ids[600:900])
+    policies = {name: resolve(name, asked, shape, 600, 300) for name in SHARES}
+    with ExitStack() as stack:
+        found = run_steps(model, caches(stack, model, {"full": "full", **policies}), [example])
+    for name in SHARES:
+        if ":" in name and asked == "75%":  # codes of all tokens take less
+            continue
+        share = found[name][0].held / found[name][0].full
+        assert share == pytest.approx(float(asked[:-1]) / 100, abs=0.09 if ":" in name else 0.05), name
+
+
+def test_logits_that_are_no_numbers_do_not_look_perfect(model):
+    with ExitStack() as stack:
+        opened = caches(stack, model, {"full": "full", "h2o": "h2o:budget=16"})
+        broken = model.lm_head.weight[5].clone()
+        example = Example("a", WORDS[1][:40], continuation=WORDS[1][40:44])
+
+        def nan_under_h2o(module, args, kwargs, output):
+            if any(value is opened["h2o"] for value in kwargs.values()):
+                output.logits[..., 5] = float("nan")
+            return output
+
+        handle = model.register_forward_hook(nan_under_h2o, with_kwargs=True)
+        stack.callback(handle.remove)
+        found = run_steps(model, opened, [example])
+    assert torch.equal(model.lm_head.weight[5], broken)
+    assert math.isnan(found["h2o"][0].values["kl"])
+    assert found["full"][0].values["kl"] == 0.0

@@ -2,15 +2,18 @@
 
 import gzip
 import json
+import re
+from itertools import pairwise
 
 import pytest
 
 from kvstrata.core import InputError, SpecError
 from kvstrata.evaluate import TASKS, Settings
-from kvstrata.evaluate.framing import frame_of, pieces
+from kvstrata.evaluate.framing import encode, frame_of, pieces
 from kvstrata.evaluate.task import choose
 from kvstrata.evaluate.tasks.ruler import MAKERS, SPLITS
 from kvstrata.evaluate.texts import novel, sentences
+from kvstrata.evaluate.words import ADJECTIVES, NOUNS
 
 from .conftest import byte_tokenizer
 
@@ -82,6 +85,37 @@ def test_common_words_are_the_most_common(tokenizer):
     words = [w for w in tokenizer.decode(example.context).split() if w.isalpha()]
     counts = sorted({w: words.count(w) for w in set(words)}.items(), key=lambda item: -item[1])
     assert {w for w, n in counts if n >= counts[9][1]} >= set(example.probes[0].references)
+
+
+def test_the_three_most_frequent_words_stand_apart(tokenizer):
+    for length in (2048, 4096):
+        for example in made("ruler-fwe", tokenizer, length=length):
+            words = tokenizer.decode(example.context).partition("words.\n")[2].split()
+            counts = sorted((words.count(word) for word in set(words)), reverse=True)
+            assert [words.count(word) for word in example.probes[0].references] == counts[:3]
+            assert counts[2] > counts[3]
+
+
+def test_no_word_of_ours_is_inside_another():
+    words = [*ADJECTIVES, *NOUNS]
+    assert not [(a, b) for a in words for b in words if a != b and a in b]
+
+
+def test_keys_in_the_filling_are_never_the_one_asked_for(tokenizer):
+    for example in made("ruler-niah_multikey_2", tokenizer, length=8192):
+        keys = re.findall(r"numbers for (\S+) is", tokenizer.decode(example.context))
+        assert len(keys) == len(set(keys))
+
+
+def test_documents_do_not_overlap(tokenizer):
+    for seed in (0, 1):
+        found = made("ppl", tokenizer, length=1000, contexts=40, seed=seed)
+        assert len({tuple(e.context + e.continuation) for e in found}) == 40
+        text = encode(tokenizer, novel())
+        places = [range(n * (len(text) // 40), len(text)) for n in range(40)]
+        pairs = zip(places, found, strict=True)
+        starts = [next(i for i in place if text[i : i + 99] == e.context[:99]) for place, e in pairs]
+        assert all(b - a >= 1250 for a, b in pairwise(starts))
 
 
 def test_the_answer_of_two_hops_is_the_friends_town(tokenizer):
@@ -160,7 +194,9 @@ def test_names_of_tasks_may_end_in_a_star():
 
 
 REFUSED = {
-    "too few words": ("ppl", {"length": 400_000}, "need 400256"),
+    "too few words": ("ppl", {"length": 150_000}, "need 375000"),
+    "no room for needles": ("needle", {"length": 256}, "give a larger --length"),
+    "no room for items": ("copy", {"length": 128}, "give a larger --length"),
     "no data": ("agent", {}, "needs --data DIR with agent/taubench"),
     "data elsewhere": ("agent", {"data": "empty"}, "which is not there"),
     "too short": ("ruler-cwe", {"length": 128}, "does not fit into --length 128"),

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn
 from rich.table import Table
 
-from kvstrata.cli.tables import MIB, plain_table, progress_bar
+from kvstrata.cli.tables import plain_table, progress_bar
 from kvstrata.core import InputError
 from kvstrata.evaluate.compare import Comparison, Row, comparisons, to_dict
 from kvstrata.evaluate.cost import Cost, costs
@@ -26,6 +26,10 @@ from kvstrata.evaluate.worker import worker
 from kvstrata.policy.spec import split_specs
 
 FOLDER = Path("kvstrata-results")
+LEGEND = (
+    "a..b: 95 % bootstrap interval over contexts; +: above the full cache's\n"
+    "ms: a row's share of a step in a batch of (so many) rows"
+)
 app = typer.Typer(help="Evaluate policies on tasks, or show what was found.", invoke_without_command=True)
 
 
@@ -67,7 +71,9 @@ def evaluate(
         raise InputError(f"--scope {scope}: choose context or prompt")
     job = Job(model, dtype, device, kernels, Settings(contexts, length, seed, haystack, data), batch)
     if lm_eval:
-        _lm_eval(job, _listed(lm_eval), ask(policies, budgets, controls), as_json)
+        if dry_run or peer or ray or jobs > 1:
+            raise InputError("--lm-eval runs in this process: leave out --dry-run, --peers, --ray and --jobs")
+        _lm_eval(job, _listed(lm_eval), ask(policies, budgets, controls), out / "lm_eval", as_json)
         return
     tasks, results = choose(_listed(task)), Results(out)
     beside = [Asked(*one) for one in parse_peers(peer, budgets)]
@@ -106,11 +112,11 @@ def _run(grid: Grid, results: Results, runner: Runner) -> None:
     run_peers(grid, worker(grid.job), results, console.print)
 
 
-def _lm_eval(job: Job, names: list[str], asked: list[Asked], as_json: bool) -> None:
+def _lm_eval(job: Job, names: list[str], asked: list[Asked], folder: Path, as_json: bool) -> None:
     """Run tasks of the harness under every policy; those with local data where --data is given."""
     from kvstrata.evaluate.harness import run_lm_eval
 
-    found = run_lm_eval(names, asked, job)
+    found = run_lm_eval(names, asked, job, folder)
     if as_json:
         print(json.dumps(found, indent=2, default=str))
         return
@@ -151,9 +157,9 @@ def _print_tables(found: list[Comparison], as_json: bool) -> None:
 
 
 def _table(comparison: Comparison) -> Table:
-    table = plain_table(comparison.title + "\na..b: 95 % bootstrap interval over contexts; +: above the full cache's")
+    table = plain_table(f"{comparison.title}\n{LEGEND}")
     table.add_column("policy", no_wrap=True, overflow="ellipsis")
-    for head in ("asked", "held\n%", "live\n%", "peak\nMiB", "ms"):
+    for head in ("asked", "held\n%", "live\n%", "ms"):
         table.add_column(head, justify="right", no_wrap=True)
     for metric in comparison.metrics:
         table.add_column(metric.name.replace("_", " "), no_wrap=True)
@@ -164,8 +170,7 @@ def _table(comparison: Comparison) -> Table:
             cell.run.budget or "",
             f"{100 * cell.share:.1f}",
             f"{100 * cell.live_bytes / cell.full_bytes:.1f}",
-            f"{cell.peak_bytes / MIB:.1f}",
-            "" if cell.ms_per_token is None else f"{cell.ms_per_token:.1f}",
+            "" if cell.ms_per_token is None else f"{cell.ms_per_token:.1f} ({cell.rows})",
             *(_shown(row, m, with_interval=m is comparison.metrics[0]) for m in comparison.metrics),
         )
     return table

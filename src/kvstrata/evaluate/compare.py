@@ -67,7 +67,7 @@ def comparisons(cells: Sequence[Cell]) -> list[Comparison]:
     for cell in cells:
         run = cell.run
         same = (cell.task, run.version, run.scope, run.seed, run.contexts, run.length, run.model, run.dtype)
-        groups[*same, run.haystack, tuple(sorted(run.data.items()))].append(cell)
+        groups[*same, run.kernels, run.device, run.haystack, tuple(sorted(run.data.items()))].append(cell)
     return [_compared(group) for _, group in sorted(groups.items(), key=lambda item: str(item[0]))]
 
 
@@ -102,6 +102,8 @@ def _stack(cell: Cell) -> str:
 
 def _figure(cell: Cell, full: Cell | None, metric: Metric) -> Interval:
     own = {e.example: e.values[metric.name] for e in cell.examples if metric.name in e.values}
+    if metric.relative and full is None:
+        return interval([])
     if not metric.relative or full is None or cell is full:
         return interval(list(own.values()))
     base = {e.example: e.values[metric.name] for e in full.examples if metric.name in e.values}
@@ -119,6 +121,7 @@ def to_dict(comparison: Comparison) -> dict[str, object]:
             "live_bytes": row.cell.live_bytes,
             "peak_bytes": row.cell.peak_bytes,
             "ms_per_token": row.cell.ms_per_token,
+            "rows": row.cell.rows,
             "figures": {name: asdict(figure) for name, figure in row.figures.items()},
         }
         for row in comparison.rows

@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from kvstrata.evaluate.grid import Asked
 from kvstrata.evaluate.run import Grid
 from kvstrata.evaluate.runs import feed, read
 from kvstrata.evaluate.worker import Worker
@@ -37,19 +36,19 @@ class Cost:
 def costs(worker: Worker, grid: Grid) -> list[Cost]:
     """One per source and policy that has work left. Long prompts take more than estimated, by their square."""
     per_read, per_step = _speed(worker, max((p.unit.last - p.unit.first for p in grid.work), default=1))
-    prompts = defaultdict[str, list[int]](list)
-    fed = defaultdict[tuple[str, Asked], list[int]](list)
+    examples, tokens = defaultdict[tuple[str, str], int](int), defaultdict[tuple[str, str], int](int)
     for planned in grid.work:
         unit = planned.unit
-        prompts[unit.source].append(planned.prompt_tokens)
-        for asked in unit.asked:
-            fed[unit.source, asked] += [planned.fed_tokens // len(unit.asked)]
-    found = [Cost(task, PROMPT, len(tokens), sum(tokens), sum(tokens) * per_read) for task, tokens in prompts.items()]
-    for (task, asked), tokens in fed.items():
-        by_step = grid.tasks[task].source.kind in ("steps", "answers")
-        found.append(
-            Cost(task, asked.label, len(tokens), sum(tokens), sum(tokens) * (per_step if by_step else per_read))
-        )
+        parts = {PROMPT: planned.prompt_tokens}
+        parts |= {asked.label: planned.fed_tokens // len(unit.asked) for asked in unit.asked}
+        for label, count in parts.items():
+            examples[unit.source, label] += unit.last - unit.first
+            tokens[unit.source, label] += count
+    found: list[Cost] = []
+    for (task, label), count in tokens.items():
+        by_step = label != PROMPT and grid.tasks[task].source.kind in ("steps", "answers")
+        seconds = count * (per_step if by_step else per_read)
+        found.append(Cost(task, label, examples[task, label], count, seconds))
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ from kvstrata.evaluate.result import Run
 from kvstrata.evaluate.runs import FULL
 from kvstrata.evaluate.task import TASKS, Example, Scope, Settings, Source, Task
 from kvstrata.policy import parse_policy
+from kvstrata.policy.budget import parse_budget
 from kvstrata.policy.spec import names_budget
 
 CONTROL = "random"
@@ -70,7 +72,8 @@ def ask(policies: Sequence[str], budgets: Sequence[str], controls: bool = True) 
     found = [Asked(FULL, None)]
     for policy in policies:
         parse_policy(policy)
-        own = policy == FULL or policy.endswith((".yaml", ".yml")) or names_budget(policy)
+        kept_whole = policy.partition(":")[0] == FULL  # a budget would make another policy of it
+        own = kept_whole or policy.endswith((".yaml", ".yml")) or names_budget(policy)
         found += [Asked(policy, None)] if own or not budgets else [Asked(policy, budget) for budget in budgets]
     if controls:
         found += [Asked(CONTROL, budget) for budget in budgets]
@@ -81,8 +84,6 @@ def ask(policies: Sequence[str], budgets: Sequence[str], controls: bool = True) 
 
 
 def _check_budget(asked: Asked) -> None:
-    from kvstrata.policy.budget import parse_budget
-
     try:
         parse_policy(asked.policy).with_budget(parse_budget(asked.budget or ""))
     except SpecError as error:
@@ -152,6 +153,13 @@ def _tokens(example: Example, source: Source, scope: Scope) -> tuple[int, int]:
     return len(example.context), follow + sum(q + a for q, a in asked)
 
 
+def _content(policy: str) -> str | None:
+    """A hash of what a policy file says."""
+    if not policy.endswith((".yaml", ".yml")):
+        return None
+    return hashlib.sha256(repr(parse_policy(policy)).encode()).hexdigest()[:16]
+
+
 def run_of(job: Job, source: Source, asked: Asked, scope: Scope, about: dict[str, str], files: dict[str, str]) -> Run:
     """What the outcomes of one policy on one source depend on. `about`: model, dtype, haystack."""
     settings = source.resolve(job.settings)
@@ -159,6 +167,7 @@ def run_of(job: Job, source: Source, asked: Asked, scope: Scope, about: dict[str
         source=source.name,
         version=source.version,
         policy=asked.policy,
+        content=_content(asked.policy),
         budget=asked.budget,
         scope=scope,
         seed=settings.seed,
@@ -167,6 +176,7 @@ def run_of(job: Job, source: Source, asked: Asked, scope: Scope, about: dict[str
         model=about["model"],
         dtype=about["dtype"],
         kernels=job.kernels,
+        device=job.device,
         haystack=about.get("haystack"),
         data=files,
     )

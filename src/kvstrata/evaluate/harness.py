@@ -11,6 +11,9 @@ A comma inside a policy's text is written as a semicolon there, since the harnes
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -19,16 +22,22 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from transformers import PreTrainedModel
 
+from kvstrata.bench.measure import provenance
 from kvstrata.core import InputError, KvstrataError
 from kvstrata.evaluate.grid import Asked, Job
 from kvstrata.evaluate.lm_eval_tasks.local import VARIABLE
 from kvstrata.evaluate.runs import feed, padded, scored
+from kvstrata.evaluate.task import Settings
+from kvstrata.evaluate.worker import weights_digest
 from kvstrata.hf import StrataCache, compress
 from kvstrata.hf.compat import CACHE_KEYWORD
 from kvstrata.hf.demo import demo_model
+from kvstrata.hf.models import load_model
 from kvstrata.hf.together import read_together
 from kvstrata.policy import parse_policy
+from kvstrata.policy.budget import parse_budget
 
 try:
     from lm_eval.api.registry import register_model
@@ -46,25 +55,23 @@ class StrataLM(HFLM):
 
     def __init__(
         self,
-        pretrained: str = DEMO,
+        pretrained: str | PreTrainedModel = DEMO,
         policy: str = "full",
         budget: str | None = None,
         kernels: str = "auto",
         **options: Any,
     ) -> None:
-        from kvstrata.policy.budget import parse_budget
-
         self._policy = parse_policy(policy.replace(";", ","))
         if budget is not None:
             self._policy = self._policy.with_budget(parse_budget(budget))
         self._kernels: Any = kernels
         self._held, self._full = 0, 0
-        source = str(demo_model()) if pretrained == DEMO else pretrained
+        source = str(demo_model()) if isinstance(pretrained, str) and pretrained == DEMO else pretrained
         super().__init__(pretrained=source, **{"device": "cpu", **options, "logits_cache": False})
 
     @property
     def share_held(self) -> float | None:
-        """Bytes held over the full cache's, over all requests at their end."""
+        """Bytes held over those of the same tokens uncompressed, when an answer ends or a continuation begins."""
         return self._held / self._full if self._full else None
 
     def _note(self, cache: StrataCache) -> None:
@@ -119,12 +126,12 @@ class StrataLM(HFLM):
         raise InputError("perplexity over windows compresses nothing: use `kvstrata evaluate --task ppl` instead")
 
 
-def run_lm_eval(names: Sequence[str], asked: Sequence[Asked], job: Job) -> list[dict[str, Any]]:
+def run_lm_eval(names: Sequence[str], asked: Sequence[Asked], job: Job, folder: Path) -> list[dict[str, Any]]:
     """Run the harness's tasks under every policy, `--contexts` examples of each. -> a row per task, policy and metric
 
-    Where --data is given, a task whose data has a file of ours is read from there. Raises `InputError`.
+    Every policy's rows are kept in `folder` when they are there, and not run again. Where --data is given, a task whose
+    data has a file of ours is read from there. Raises `InputError`.
     """
-    from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
     manager: Any = TaskManager(include_path=str(TASKS))
@@ -134,37 +141,62 @@ def run_lm_eval(names: Sequence[str], asked: Sequence[Asked], job: Job) -> list[
         tasks = [f"{name}_local" if f"{name}_local" in manager.all_tasks else name for name in names]
     if unknown := [name for name in tasks if not manager.match_tasks([name])]:
         raise InputError(f"lm-evaluation-harness has no task {', '.join(unknown)}; `lm_eval ls tasks` lists them")
+    model, tokenizer = load_model(job.model, job.dtype, job.device)
+    about = {"tasks": tasks, "model": weights_digest(model, job.model or DEMO), "dtype": str(model.dtype)}
+    about |= {"contexts": settings.contexts, "seed": settings.seed, "kernels": job.kernels, "device": job.device}
     rows: list[dict[str, Any]] = []
     for one in asked:
-        lm = StrataLM(
-            job.model or DEMO,
-            one.policy,
-            one.budget,
-            job.kernels,
-            device=job.device,
-            dtype=job.dtype or ("float32" if job.device == "cpu" else "auto"),
-            batch_size=job.batch or 1,
-        )
-        found = cast(
-            Any,
-            simple_evaluate(
-                cast(Any, lm),
-                tasks=cast(Any, tasks),
-                limit=settings.contexts,
-                task_manager=manager,
-                random_seed=settings.seed,
-                bootstrap_iters=1000,
-            ),
-        )
-        for task, values in found["results"].items():
-            n = found["n-samples"].get(task, {}).get("effective")
-            about = {"task": task, "policy": one.policy, "budget": one.budget, "share_held": lm.share_held, "n": n}
-            for key, value in values.items():
-                metric, _, kind = key.partition(",")
-                if kind and not metric.endswith("_stderr"):
-                    error = values.get(f"{metric}_stderr,{kind}")
-                    rows.append({**about, "metric": key, "value": value, "stderr": error})
+        key = {**about, "policy": one.policy, "budget": one.budget}
+        path = folder / f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]}.json"
+        if not path.is_file():
+            options: dict[str, Any] = {"tokenizer": tokenizer, "batch_size": job.batch or 1}
+            lm = StrataLM(model, one.policy, one.budget, job.kernels, **options)
+            found = _evaluated(lm, tasks, settings, manager)
+            _write(path, {**key, "share_held": lm.share_held, "rows": found, **provenance()})
+        rows += _rows(path, one)
     return rows
+
+
+def _evaluated(lm: StrataLM, tasks: list[str], settings: Settings, manager: Any) -> list[dict[str, Any]]:
+    """What the harness found, a row per task and metric; what it prints goes to standard error."""
+    from lm_eval import simple_evaluate
+
+    kinds = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
+    options: dict[str, Any] = {
+        "limit": settings.contexts,
+        "task_manager": manager,
+        **dict.fromkeys(kinds, settings.seed),
+    }
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            results: Any = simple_evaluate(cast(Any, lm), tasks=cast(Any, tasks), **options)
+    except ValueError as error:
+        raise InputError(f"lm-evaluation-harness: {error}") from error
+    rows: list[dict[str, Any]] = []
+    for task, values in results["results"].items():
+        n = results["n-samples"].get(task, {}).get("effective")
+        for key, value in values.items():
+            metric, _, kind = key.partition(",")
+            if kind and not metric.endswith("_stderr"):
+                error = values.get(f"{metric}_stderr,{kind}")
+                rows.append({"task": task, "n": n, "metric": key, "value": value, "stderr": error})
+    return rows
+
+
+def _write(path: Path, record: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_suffix(f".{os.getpid()}.tmp")
+    scratch.write_text(json.dumps(record, indent=2, default=str) + "\n")
+    scratch.replace(path)
+
+
+def _rows(path: Path, one: Asked) -> list[dict[str, Any]]:
+    try:
+        record = json.loads(path.read_text())
+        about = {"policy": one.policy, "budget": one.budget, "share_held": record["share_held"]}
+        return [{**about, **row} for row in record["rows"]]
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(f"{path} is no sound record ({error!r}): move it away to measure it again") from error
 
 
 def main() -> None:
@@ -176,7 +208,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # under its own name, so that the class is registered once
-    from kvstrata.evaluate import harness
-
-    harness.main()
+    main()

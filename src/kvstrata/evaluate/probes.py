@@ -55,6 +55,7 @@ def _with_question(
     cache.batch_select_indices(torch.tensor(owners, device=mask.device))
     ids, asked = padded([probe.question + probe.answer[:-1] for probe in probes], mask.device)
     keep = max(len(probe.answer) for probe in probes)
+    cache.engine.activate_past_recording()  # nothing is planned for tokens after which nothing comes
     logits = feed(model, cache, ids, torch.cat([mask[owners], asked], dim=1), keep)
     return [scored(row[keep - len(p.answer) :], p.answer) for row, p in zip(logits, probes, strict=True)]
 

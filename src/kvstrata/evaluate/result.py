@@ -25,7 +25,7 @@ RAW_FORM = "kvstrata.raw/1"
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="constants")
 
 
 class Run(_Strict):
@@ -34,6 +34,7 @@ class Run(_Strict):
     source: str
     version: int
     policy: str
+    content: str | None = None  # hash of what a policy file says
     budget: str | None
     scope: Literal["context", "prompt"]
     seed: int
@@ -42,6 +43,7 @@ class Run(_Strict):
     model: str  # name and hash of the weights
     dtype: str
     kernels: str
+    device: str
     haystack: str | None = None  # hash of the text, if it is not the task's own
     data: dict[str, str] = Field(default_factory=dict)  # hashes of files read under --data
 
@@ -84,6 +86,7 @@ class Cell(_Strict):
     peak_bytes: int = Field(ge=0)  # the most that was held between two forwards
     full_bytes: float = Field(gt=0)  # what the full cache held in the same places
     ms_per_token: float | None
+    rows: int = Field(ge=1)  # of the batch that this was measured in
     examples: list[ExampleValues]
     provenance: dict[str, str | int | float]
 
@@ -93,16 +96,14 @@ class Cell(_Strict):
         return self.held_bytes / self.full_bytes
 
 
-def summarise(
-    task: str, primary: str, run: Run, resolved: str, found: list[Outcome], provenance: dict[str, Any]
-) -> Cell:
+def summarise(task: str, primary: str, run: Run, found: list[Outcome], provenance: dict[str, Any]) -> Cell:
     """A cell of all its outcomes."""
     names = dict.fromkeys(name for outcome in found for name in outcome.values)
     timed = [outcome.ms_per_token for outcome in found if outcome.ms_per_token is not None]
     return Cell(
         task=task,
         run=run,
-        resolved=resolved,
+        resolved=" | ".join(dict.fromkeys(outcome.resolved for outcome in found)),
         primary=primary,
         values={name: mean(o.values[name] for o in found if name in o.values) for name in names},
         held_bytes=mean(o.held for o in found),
@@ -110,8 +111,9 @@ def summarise(
         peak_bytes=max(o.peak for o in found),
         full_bytes=mean(o.full for o in found),
         ms_per_token=mean(timed) if timed else None,
+        rows=max(outcome.rows for outcome in found),
         examples=[ExampleValues(example=o.example, values=o.values) for o in found],
-        provenance=provenance,
+        provenance={**provenance, "where": " | ".join(dict.fromkeys(outcome.where for outcome in found))},
     )
 
 
@@ -174,15 +176,11 @@ class Results:
         return self.raw_folder / f"{run.slug}.jsonl"
 
     def outcomes(self, run: Run) -> dict[str, Outcome]:
-        """Outcomes so far, by example. A last line that was cut off is taken away; anything else wrong is an error."""
+        """Outcomes so far, by example. A last line that was cut off does not count; anything else wrong is an error."""
         path = self.raw_path(run)
         if not path.is_file():
             return {}
-        raw = path.read_bytes()
-        whole = raw[: raw.rfind(b"\n") + 1]
-        if len(whole) < len(raw):  # the process ended while it wrote
-            _replace(path, whole)
-        lines = whole.decode("utf-8", errors="replace").splitlines()
+        lines = _whole_lines(path).decode("utf-8", errors="replace").splitlines()
         if not lines:
             return {}
         try:
@@ -197,12 +195,14 @@ class Results:
     def append(self, run: Run, outcomes: list[Outcome]) -> None:
         """Add outcomes of one run and see to it that they are on the disk."""
         path = self.raw_path(run)
-        lines = [] if path.is_file() and path.stat().st_size else [{"form": RAW_FORM, "run": run.model_dump()}]
+        before = len(_whole_lines(path)) if path.is_file() else 0
+        lines: list[dict[str, Any]] = [] if before else [{"form": RAW_FORM, "run": run.model_dump()}]
         lines += [outcome.to_dict() for outcome in outcomes]
         text = "".join(json.dumps(line, allow_nan=True) + "\n" for line in lines)
-        before = path.stat().st_size if path.is_file() else 0
         try:
-            with path.open("a") as file:
+            with path.open("r+" if path.is_file() else "w") as file:
+                file.truncate(before)  # a line that was cut off when a process ended
+                file.seek(before)
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
@@ -221,10 +221,10 @@ def read_cell(path: Path) -> Cell:
         raise InputError(f"{path} is no sound record ({reason}): move it away to measure the cell again") from error
 
 
-def _replace(path: Path, content: bytes) -> None:
-    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    scratch.write_bytes(content)
-    scratch.replace(path)
+def _whole_lines(path: Path) -> bytes:
+    """All lines of a file that end."""
+    raw = path.read_bytes()
+    return raw[: raw.rfind(b"\n") + 1]
 
 
 def _disk(path: Path, error: OSError) -> KvstrataError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import multiprocessing
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -10,8 +11,10 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from kvstrata.bench.measure import provenance
-from kvstrata.core import KvstrataError
+from kvstrata.core import InputError, KvstrataError
 from kvstrata.evaluate import peers
 from kvstrata.evaluate.grid import (
     Asked,
@@ -26,6 +29,7 @@ from kvstrata.evaluate.grid import (
     units_of,
 )
 from kvstrata.evaluate.result import Cell, Results, Run, summarise
+from kvstrata.evaluate.runs import Outcome
 from kvstrata.evaluate.task import Scope, Source, Task
 from kvstrata.evaluate.texts import data_file, digest, haystack
 from kvstrata.evaluate.worker import Line, Worker, run_unit, weights_digest
@@ -43,6 +47,7 @@ class Grid:
     tasks: dict[str, Task]
     runs: dict[tuple[str, Asked], Run]  # by source and policy
     names: dict[str, list[str]]  # names of the examples of a source
+    left: dict[tuple[str, Asked], set[str]]  # by source and policy: examples whose outcomes are missing
     peers: dict[tuple[str, Asked], str]  # by source and peer: the task that has the source
     work: list[Planned]
     finished: int  # cells that were there before
@@ -59,24 +64,34 @@ def plan(
     """Make all examples, find what is missing. Raises `InputError` for what cannot be run, before anything runs."""
     check_scope(tasks, scope)
     job, most = worker.job, option(text_config(worker.model), "max_position_embeddings")
-    grid = Grid(job, scope, tasks, {}, {}, {}, [], 0)
+    grid = Grid(job, scope, tasks, {}, {}, {}, {}, [], 0)
     about = _about(worker)
     for name, source in sources_of(tasks).items():
         examples = worker.examples(name)
         check_lengths(name, examples, most)
         grid.names[source.name] = [example.name for example in examples]
         files = _files(job, source, name)
-        missing: dict[Asked, set[str]] = {}
+        for one in asked:
+            worker.policy(name, one, examples[:1])  # so that a budget that cannot be is refused now
         for one in (*asked, *(beside if source.kind in peers.KINDS and scope == "context" else ())):
             run = grid.runs[source.name, one] = run_of(job, source, one, scope, about, files)
-            if all(results.finished(task, run) for task in tasks_of(source, tasks)):
-                grid.finished += len(tasks_of(source, tasks))
-            elif one in beside:
+            here = [task for task in tasks_of(source, tasks) if one not in beside or _of_peers(tasks[task])]
+            if all(results.finished(task, run) for task in here):
+                grid.finished += len(here)
+                continue
+            grid.left[source.name, one] = set(grid.names[source.name]) - set(results.outcomes(run))
+            if one in beside:
                 grid.peers[source.name, one] = name
-            else:
-                missing[one] = set(grid.names[source.name]) - set(results.outcomes(run))
+        missing = {one: grid.left[source.name, one] for one in asked if (source.name, one) in grid.left}
         grid.work += units_of(name, source, scope, examples, job.batch, missing)
+    if beside and not any((source, one) in grid.runs for source, _ in grid.runs for one in beside):
+        raise InputError("--peers: none of these tasks asks them anything; they know needle, niah, copy and ppl")
     return grid
+
+
+def _of_peers(task: Task) -> bool:
+    """Whether a peer gives the figure that counts."""
+    return task.primary.name in peers.FIGURES
 
 
 def _about(worker: Worker) -> dict[str, str]:
@@ -92,9 +107,12 @@ def _about(worker: Worker) -> dict[str, str]:
 
 def _files(job: Job, source: Source, task: str) -> dict[str, str]:
     """Hashes of the files under --data that a source reads."""
-    import hashlib
-
     files = {name: data_file(job.settings.data, name, task) for name in source.data}
+    length = source.resolve(job.settings).length
+    for name in (form.format(length=length) for form in source.instead):
+        if job.settings.data and (job.settings.data / name).is_file():
+            files[name] = job.settings.data / name
+            break
     return {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}
 
 
@@ -106,15 +124,14 @@ def run_grid(
     `tell` is called with the number of units done since the last time.
     """
     start = time.time()
-    resolved: dict[tuple[str, Asked], str] = {}
-    written = _write_finished(grid, results, resolved, start)
+    written = [cell for key in grid.left for cell in _write_finished(grid, results, start, key)]
     for unit, lines in runner(grid.job, [planned.unit for planned in grid.work]):
         source = grid.tasks[unit.source].source
-        for one in dict.fromkeys(asked for asked, _, _ in lines):
-            mine = [(text, outcome) for asked, text, outcome in lines if asked == one]
-            resolved[source.name, one] = mine[-1][0]
-            results.append(grid.runs[source.name, one], [outcome for _, outcome in mine])
-        written += _write_finished(grid, results, resolved, start, {source.name})
+        for one in dict.fromkeys(asked for asked, _ in lines):
+            key, found = (source.name, one), [outcome for asked, outcome in lines if asked == one]
+            results.append(grid.runs[key], found)
+            grid.left[key] -= {outcome.example for outcome in found}
+            written += _write_finished(grid, results, start, key)
         tell(1)
     return written
 
@@ -124,49 +141,40 @@ def run_peers(
 ) -> list[Cell]:
     """Run the peers that are left, one after the other, each in its own environment."""
     written, start = list[Cell](), time.time()
-    for (source, one), task in grid.peers.items():
-        tell(f"{one.label} on {task}")
-        run, examples = grid.runs[source, one], worker.examples(task)
-        known = results.outcomes(run)
-        left = [example for example in examples if example.name not in known]
+    for key, task in grid.peers.items():
+        run, one = grid.runs[key], key[1]
+        left = [example for example in worker.examples(task) if example.name in grid.left[key]]
+        if left:
+            tell(f"{one.label} on {task}")
         folder = str(worker.model.config._name_or_path)  # pyright: ignore
         kind = grid.tasks[task].source.kind
         for outcome in peers.run_peer(one.policy, one.budget, folder, run.dtype, kind, left):
             results.append(run, [outcome])
-        written += _write_finished(grid, results, {}, start, {source})
+            grid.left[key].discard(outcome.example)
+        written += _write_finished(grid, results, start, key)
     return written
 
 
-def _write_finished(
-    grid: Grid,
-    results: Results,
-    resolved: dict[tuple[str, Asked], str],
-    start: float,
-    only: set[str] | None = None,
-) -> list[Cell]:
-    """Write the record of every cell whose outcomes are all there and that has none yet."""
-    written: list[Cell] = []
-    for (name, one), run in grid.runs.items():
-        if only is not None and name not in only:
+def _write_finished(grid: Grid, results: Results, start: float, key: tuple[str, Asked]) -> list[Cell]:
+    """Write the records of a run whose outcomes are all there, those that are not written yet."""
+    if grid.left[key]:
+        return []
+    run, written = grid.runs[key], list[Cell]()
+    outcomes = results.outcomes(run)
+    ordered = [outcomes[name] for name in grid.names[key[0]]]
+    about: dict[str, Any] = {**provenance(), "started": round(start), "seconds": round(time.time() - start, 1)}
+    for name, task in grid.tasks.items():
+        if task.source.name != key[0] or results.path(name, run).is_file() or not _has(ordered, task):
             continue
-        here = {
-            t: task for t, task in grid.tasks.items() if task.source.name == name and not results.path(t, run).is_file()
-        }
-        found = results.outcomes(run) if here else {}
-        if not here or set(grid.names[name]) - set(found):
-            continue
-        ordered = [found[example] for example in grid.names[name]]
-        for task, record in here.items():
-            about: dict[str, Any] = {**provenance(), "started": round(start), "seconds": round(time.time() - start, 1)}
-            names = [metric.name for metric in record.metrics]
-            kept = [replace(o, values={k: v for k, v in o.values.items() if k in names}) for o in ordered]
-            if not all(outcome.values for outcome in kept):  # a peer that has no such figure
-                continue
-            text = resolved.get((name, one), one.label)
-            cell = summarise(task, record.primary.name, run, text, kept, about)
-            results.write(cell)
-            written.append(cell)
+        figures = {metric.name for metric in task.metrics}
+        kept = [replace(o, values={k: v for k, v in o.values.items() if k in figures}) for o in ordered]
+        written.append(summarise(name, task.primary.name, run, kept, about))
+        results.write(written[-1])
     return written
+
+
+def _has(outcomes: Sequence[Outcome], task: Task) -> bool:
+    return all(task.primary.name in outcome.values for outcome in outcomes)
 
 
 def here(job: Job, units: list[Unit]) -> Iterator[tuple[Unit, list[Line]]]:
@@ -181,6 +189,7 @@ def processes(jobs: int) -> Runner:
     def run(job: Job, units: list[Unit]) -> Iterator[tuple[Unit, list[Line]]]:
         if not units:
             return
+        job = replace(job, threads=max(1, torch.get_num_threads() // jobs))
         with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
             waiting = {pool.submit(run_unit, job, unit): unit for unit in units}
             try:

@@ -30,6 +30,9 @@ class Outcome:
     full: int  # what the full cache holds then
     ms_per_token: float | None = None
     items: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    rows: int = 1  # of the batch that it was measured in
+    resolved: str = ""  # the policy with the budget that was found for it
+    where: str = ""  # versions, processor and threads
 
     def to_dict(self) -> dict[str, Any]:
         """For a line of JSON."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import mean, median
@@ -30,9 +30,7 @@ class _Trace:
     ms: list[float] = field(default_factory=list[float])
 
 
-def run_steps(
-    model: PreTrainedModel, caches: Caches, examples: Sequence[Example], tick: Callable[[], object] = lambda: None
-) -> Outcomes:
+def run_steps(model: PreTrainedModel, caches: Caches, examples: Sequence[Example]) -> Outcomes:
     """Rows of one batch: contexts and continuations must have the same lengths.
 
     The prompt's own logits are the same for all and not counted: step i feeds token i and foretells the next.
@@ -54,18 +52,16 @@ def run_steps(
                 traces[label].ms.append((time.perf_counter() - start) * 1e3)
                 own = (logits.log_softmax(dim=-1), list(outputs))
                 reference = reference or own
-                _note(traces[label], caches[label].nbytes.held, reference, own, ids[:, step + 1].cpu())
+                _note(traces[label], reference, own, ids[:, step + 1].cpu())
                 held, live = bytes_per_row(caches[label])
                 traces[label].held.append(held)
                 traces[label].live.append(live)
-            tick()
     full = round(mean(traces[FULL].held))
     return {label: _outcomes(trace, examples, full) for label, trace in traces.items()}
 
 
 def _note(
     trace: _Trace,
-    held: int,
     reference: tuple[Tensor, list[Tensor]],
     own: tuple[Tensor, list[Tensor]],
     target: Tensor,
@@ -73,7 +69,8 @@ def _note(
     """Compare one step's log-probabilities [B, V] and attention outputs with the full cache's."""
     full, mine = reference[0], own[0]
     trace.nats.append(-mine.gather(1, target[:, None])[:, 0])
-    trace.kl.append((full.exp() * (full - mine)).nansum(dim=-1).clamp_min(0))
+    terms = torch.where(full > -torch.inf, full.exp() * (full - mine), 0.0)  # a token that cannot be costs nothing
+    trace.kl.append(terms.sum(dim=-1).clamp_min(0))
     trace.same.append((full.argmax(dim=-1) == mine.argmax(dim=-1)).float())
     errors = [
         (b - a).flatten(1).norm(dim=1) / a.flatten(1).norm(dim=1).clamp_min(1e-12)
@@ -91,7 +88,7 @@ def _outcomes(trace: _Trace, examples: Sequence[Example], full: int) -> list[Out
         values = {name: float(table[:, row].mean()) for name, table in tables.items()}
         items = [{name: [round(x, 5) for x in table[:, row].tolist()] for name, table in tables.items()}]
         held, live = round(mean(trace.held)), round(mean(trace.live))
-        found.append(Outcome(example.name, values, held, live, max(trace.held), full, ms, items))
+        found.append(Outcome(example.name, values, held, live, max(trace.held), full, ms, items, len(examples)))
     return found
 
 

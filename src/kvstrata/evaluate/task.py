@@ -93,6 +93,7 @@ class Source:
     batch: int = 1  # contexts read as rows of one batch, where --batch says nothing
     new_tokens: int = 0  # that an answer may have
     data: tuple[str, ...] = ()  # files that it reads under --data
+    instead: tuple[str, ...] = ()  # files, named by {length}, that it reads instead of generating where --data has them
 
     def resolve(self, settings: Settings) -> Settings:
         """The settings with this source's own numbers where none were given."""

@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import random
 import re
+import zlib
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -27,11 +28,11 @@ def haystack(file: Path | None) -> str:
 
 
 def read_text(file: Path) -> str:
-    """A text file, gzipped or not."""
+    """A text file, gzipped or not. Raises `InputError`."""
     try:
         raw = file.read_bytes()
         return (gzip.decompress(raw) if file.suffix == ".gz" else raw).decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise InputError(f"cannot read {file}: {error}") from error
 
 

@@ -9,12 +9,12 @@ ADJECTIVES = """
 amber ancient arctic brave brisk bronze calm careful clever coastal copper crimson curious dapper distant dusty
 eager early elegant faint fearless fertile fluffy formal fragile frosty gentle giant glossy golden graceful
 grand hazel hollow humble hungry icy idle indigo ivory jolly keen lively lonely lucky marble mellow mighty misty
-modest narrow nimble noble northern olive orderly pale patient plain polished proud quiet rapid rare royal
+modest nimble noble northern olive orderly pale patient plain polished proud quiet rapid rare royal
 rustic salty scarlet secret shallow silent silver simple sleepy slender smooth solar spotted stormy sturdy sunny
 swift tender thirsty tidy tiny tranquil velvet violet vivid wandering warm wild windy wise wooden young zesty
 """.split()  # noqa: SIM905
 NOUNS = """
-acorn anchor apple arrow badger balcony barrel basket beacon blanket bottle bridge bucket butter button cabin
+acorn anchor apple badger balcony barrel basket beacon blanket bottle bridge bucket butter button cabin
 camel candle canyon carpet castle cedar cellar chapel cherry clover cobbler compass cottage cradle cricket
 crystal curtain dolphin donkey drawer eagle engine falcon feather fiddle forest fountain garden garlic glacier
 goblet hammer harbor harvest hedge helmet heron honey island jacket kettle ladder lantern lemon lobster magnet

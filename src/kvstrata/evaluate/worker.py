@@ -5,14 +5,15 @@ from __future__ import annotations
 import hashlib
 import os
 from contextlib import ExitStack
-from functools import lru_cache
+from dataclasses import replace
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
 from kvstrata.bench.counting import KvShape
-from kvstrata.core import InputError
+from kvstrata.bench.measure import provenance
 from kvstrata.evaluate.answers import run_answers
 from kvstrata.evaluate.equal import resolve
 from kvstrata.evaluate.grid import Asked, Job, Unit
@@ -23,10 +24,11 @@ from kvstrata.evaluate.task import Example
 from kvstrata.evaluate.tasks import TASKS
 from kvstrata.evaluate.turns import run_turns
 from kvstrata.hf import compress
-from kvstrata.hf.compat import not_compressed, stock_layers, text_config
+from kvstrata.hf.compat import kv_shape, not_compressed, stock_layers, text_config
 from kvstrata.hf.models import load_model
+from kvstrata.policy import Policy
 
-Line = tuple[Asked, str, Outcome]  # the policy, its text with the budget found for it, an outcome
+Line = tuple[Asked, Outcome]
 
 
 class Worker:
@@ -49,29 +51,28 @@ class Worker:
             self._examples[task] = source.make(self.tokenizer, settings.contexts, settings.length, settings)
         return self._examples[task]
 
-    @property
-    def shape(self) -> KvShape:
-        """What bytes depend on."""
+    @cached_property
+    def shape(self) -> KvShape | None:
+        """What bytes depend on, None where layers differ."""
         config = text_config(self.model)
         stock = stock_layers(config)
-        skipped = not_compressed(config, stock)
-        from kvstrata.hf.compat import kv_shape
-
-        found = kv_shape(config)
-        if found is None:
-            raise InputError("this model's layers differ in shape: give budgets in tokens or bytes, not per cent")
+        skipped, found = not_compressed(config, stock), kv_shape(config)
         layers = tuple(i for i in range(len(stock)) if i not in skipped)
-        return KvShape(layers, *found, dtype=self.model.dtype)
+        return found and KvShape(layers, *found, dtype=self.model.dtype)
+
+    def policy(self, task: str, asked: Asked, part: list[Example]) -> Policy:
+        """What was asked for, with the budget for these examples."""
+        context = max(len(example.context) for example in part)
+        new = max(len(example.continuation) for example in part)
+        if TASKS[task].source.kind == "turns":  # each of which is read as a prompt is
+            context, new = max(example.tokens for example in part), 0
+        return resolve(asked.policy, asked.budget, self.shape, context, new)
 
     def run(self, unit: Unit) -> list[Line]:
         """Outcomes of the examples that each policy lacks."""
         source = TASKS[unit.source].source
         part = self.examples(unit.source)[unit.first : unit.last]
-        context = max(len(example.context) for example in part)
-        new = max(len(example.continuation) for example in part)
-        if source.kind == "turns":  # the prompt of a policy that grows is all that it reads
-            context, new = max(example.tokens for example in part), 0
-        policies = {asked: resolve(asked.policy, asked.budget, self.shape, context, new) for asked in unit.asked}
+        policies = {asked: self.policy(unit.source, asked, part) for asked in unit.asked}
         with ExitStack() as stack:
             kernels = cast(Any, self.job.kernels)
             caches = {
@@ -79,8 +80,9 @@ class Worker:
                 for asked, policy in policies.items()
             }
             found = self._run(unit, source.kind, caches, part, source.new_tokens)
+        where = ", ".join(f"{name} {value}" for name, value in provenance().items())
         return [
-            (asked, policies[asked].name + _budgets(policies[asked]), outcome)
+            (asked, replace(outcome, resolved=policies[asked].name + _budgets(policies[asked]), where=where))
             for asked, wanted in zip(unit.asked, unit.wanted, strict=True)
             for outcome in found[asked.label]
             if outcome.example in wanted
@@ -96,7 +98,7 @@ class Worker:
         return run_answers(self.model, self.tokenizer, caches, part[0], unit.scope, new_tokens)
 
 
-def _budgets(policy: Any) -> str:
+def _budgets(policy: Policy) -> str:
     rule = next((rule for entry in policy.table for rule in (entry.prefill, entry.decode) if rule), None)
     return "" if rule is None else f" budget={rule.budget}"
 
@@ -119,7 +121,8 @@ def weights_digest(model: Any, name: str) -> str:
     if commit:
         return f"{name}@{commit[:12]}"
     total = hashlib.sha256()
-    for file in sorted(folder.glob("*.safetensors")) if folder.is_dir() else []:
+    files = [*folder.glob("*.safetensors"), *folder.glob("*.bin")] if folder.is_dir() else []
+    for file in sorted(files):
         with file.open("rb") as stream:
             total.update(hashlib.file_digest(stream, "sha256").digest())
     return f"{os.path.basename(name.rstrip('/'))}@{total.hexdigest()[:12]}"

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from kvstrata.bench.peers.environments import NEEDS, PeerError, environment
+from kvstrata.bench.peers.environments import PeerError, environment
 from kvstrata.core import InputError
 from kvstrata.evaluate.runs import FULL, Outcome
 from kvstrata.evaluate.task import Example, Kind
@@ -25,7 +25,9 @@ from kvstrata.policy.spec import split_specs
 
 HERE = Path(__file__).parent
 OPTIONS = {"kvpress": {"press": "SnapKVPress"}, "quantized": {"backend": "quanto", "bits": "4"}}
+PACKAGES = {"kvpress": ("kvpress",), "quantized": ("optimum-quanto", "hqq")}
 KINDS: tuple[Kind, ...] = ("probes", "steps")
+FIGURES = ("nll", "token_accuracy", "exact")  # that can be read off a peer
 
 
 def parse(text: str, budgets: Sequence[str]) -> list[tuple[str, str | None]]:
@@ -70,7 +72,8 @@ def run_peer(
         "dtype": dtype,
         "threads": torch.get_num_threads(),
         "kind": kind,
-        "share": float(budget.removesuffix("%")) / 100 if budget else 1.0,
+        "share": 1.0 if budget is None else _share_of_prompt(budget, examples, kind),
+        "packages": [] if options.get("full") else PACKAGES[name],
         "examples": [
             {
                 "name": example.name,
@@ -92,7 +95,7 @@ def run_peer(
             assert process.stdout is not None
             try:
                 for line, example in zip(process.stdout, examples, strict=False):
-                    yield _outcome(json.loads(line), example, kind)
+                    yield _outcome(json.loads(line), example, kind, spec if budget is None else f"{spec} @ {budget}")
             finally:
                 process.stdout.close()
                 code = process.wait()
@@ -100,7 +103,19 @@ def run_peer(
             raise PeerError(f"peer {spec} stopped (exit code {code}): {' / '.join(log.read_text().splitlines()[-3:])}")
 
 
-def _outcome(line: dict[str, Any], example: Example, kind: Kind) -> Outcome:
+def _share_of_prompt(budget: str, examples: Sequence[Example], kind: Kind) -> float:
+    """What a press must keep of the prompt so that `budget` of the full cache is held on average, with what follows."""
+    asked = float(budget.removesuffix("%")) / 100
+    if kind == "probes":
+        return asked
+    context, steps = max((len(e.context), len(e.continuation)) for e in examples)
+    share = asked - (1 - asked) * steps / (2 * context)
+    if share <= 0:
+        raise InputError(f"{budget} of the bytes do not hold the {steps} tokens that a press keeps after the prompt")
+    return share
+
+
+def _outcome(line: dict[str, Any], example: Example, kind: Kind, resolved: str) -> Outcome:
     answered: list[tuple[list[float], list[bool]]] = line["answers"]
     values = {"nll": mean(mean(nats) for nats, _ in answered)}
     if kind == "probes":
@@ -114,9 +129,5 @@ def _outcome(line: dict[str, Any], example: Example, kind: Kind) -> Outcome:
         for tag, (nats, right) in zip(tags, answered, strict=True)
     ]
     held, full = int(line["held"]), int(line["full"])
-    return Outcome(example.name, values, held, held, held, full, line["ms_per_token"], items)
-
-
-def sets_up() -> list[str]:
-    """Peers that have an environment to make."""
-    return [name for name in OPTIONS if name in NEEDS]
+    ms, where = line["ms_per_token"], str(line["where"])
+    return Outcome(example.name, values, held, held, held, full, ms, items, resolved=resolved, where=where)

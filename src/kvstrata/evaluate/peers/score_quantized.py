@@ -11,15 +11,21 @@ class Quantized(Scorer):  # pyright: ignore[reportUntypedBaseClass]
     """transformers' own caches."""
 
     def prefill(self, ids: list[int]) -> Any:
-        """Read a context into the cache."""
-        if self.job.get("full"):
-            cache = self.transformers.DynamicCache()
-        else:
-            axis = AXIS[self.job["backend"]]
-            options = {"nbits": int(self.job["bits"]), "axis_key": axis, "axis_value": axis}
-            cache = self.transformers.QuantizedCache(self.job["backend"], self.model.config, **options)
+        """Read a context into an uncompressed cache."""
+        cache = self.transformers.DynamicCache(config=self.model.config)
         self.feed(ids, cache, 0)
         return cache
+
+    def copy(self, cache: Any) -> Any:
+        """A cache that codes what was read: a coded one cannot be copied."""
+        if self.job.get("full"):
+            return super().copy(cache)
+        axis = AXIS[self.job["backend"]]
+        options = {"nbits": int(self.job["bits"]), "axis_key": axis, "axis_value": axis}
+        coded = self.transformers.QuantizedCache(self.job["backend"], self.model.config, **options)
+        for index, layer in enumerate(cache.layers):
+            coded.update(layer.keys, layer.values, index)
+        return coded
 
     def held(self, cache: Any) -> int:
         """Bytes of codes, grids and the newest entries, which stay as they are."""

@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from importlib import import_module
+from importlib.metadata import version
 from typing import Any
 
 
@@ -24,12 +25,18 @@ class Scorer:
         dtype = getattr(self.torch, self.job["dtype"])
         self.model = transformers.AutoModelForCausalLM.from_pretrained(self.job["model"], dtype=dtype).eval()
         self.transformers = transformers
+        names = (*self.job["packages"], "transformers", "torch")
+        self.where = ", ".join([*(f"{n} {version(n)}" for n in names), f"{self.job['threads']} threads"])
         self.answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
         os.dup2(2, 1)  # whatever a library prints
 
     def prefill(self, ids: list[int]) -> Any:
         """Read a context and compress it."""
         raise NotImplementedError
+
+    def copy(self, cache: Any) -> Any:
+        """A compressed cache of its own for every question."""
+        return copy.deepcopy(cache)
 
     def held(self, cache: Any) -> int:
         """Bytes of keys and values in a cache."""
@@ -38,9 +45,10 @@ class Scorer:
     def feed(self, ids: list[int], cache: Any, start: int) -> Any:
         """Feed tokens at positions from `start`. -> logits [Q, V]"""
         positions = self.torch.arange(start, start + len(ids))
-        options = {"position_ids": positions[None], "cache_position": positions}
-        with self.torch.no_grad():
-            output = self.model(self.torch.tensor([ids]), past_key_values=cache, use_cache=True, **options)
+        with self.torch.no_grad():  # without cache_position: a mask made of it would show a shortened cache the future
+            output = self.model(
+                self.torch.tensor([ids]), position_ids=positions[None], past_key_values=cache, use_cache=True
+            )
         return output.logits[0]
 
     def scored(self, logits: Any, answer: list[int]) -> tuple[list[float], list[bool]]:
@@ -62,14 +70,16 @@ class Scorer:
             start = time.perf_counter()
             cache = self.prefill(example["context"])
             took, length = time.perf_counter() - start, len(example["context"])
-            held, ms = self.held(cache), None
+            compressed = self.copy(cache)
+            held, ms = self.held(compressed), None
             if self.job["kind"] == "probes":
-                answers = [self.ask(copy.deepcopy(cache), probe, length) for probe in example["probes"]]
+                answers = [self.ask(self.copy(cache), probe, length) for probe in example["probes"]]
                 full = token * length
             else:
-                answers, held, ms = self.steps(cache, example["continuation"], length)
+                answers, held, ms = self.steps(compressed, example["continuation"], length)
                 full = token * (length + len(example["continuation"]) // 2)
             line = {"answers": answers, "held": held, "full": full, "prefill_s": took, "ms_per_token": ms}
+            line = {**line, "where": self.where}
             self.answers.write(json.dumps(line) + "\n")
             self.answers.flush()
 

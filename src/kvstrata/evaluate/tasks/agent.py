@@ -5,7 +5,6 @@ Traces are tau-bench's (arXiv:2406.12045), airline domain: a policy document, a 
 
 from __future__ import annotations
 
-import gzip
 import json
 import re
 from typing import Any
@@ -15,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from kvstrata.core import InputError
 from kvstrata.evaluate.framing import encode, frame_of, opening, pieces
 from kvstrata.evaluate.task import NLL, TASKS, Example, Metric, Settings, Source, Task, Turn
-from kvstrata.evaluate.texts import data_file
+from kvstrata.evaluate.texts import data_file, read_text
 
 FILE = "agent/taubench_gpt-4o-airline.json.gz"
 FIRST = 30  # tasks before this one are for training and calibration
@@ -26,12 +25,12 @@ WORD = re.compile(r"\b(?=\w*\d)\w{3,}\b")  # ids, codes, dates, prices: what can
 def traces(tokenizer: PreTrainedTokenizerBase, contexts: int, length: int, settings: Settings) -> list[Example]:
     """Traces cut to `length` tokens; the system's words and the first of the customer's are the context."""
     file, found = data_file(settings.data, FILE, "agent"), list[Example]()
-    for trace in _traces(file.read_bytes(), str(file)):
-        turns = _turns(tokenizer, trace["traj"], length)
+    for name, messages in _traces(read_text(file), str(file)):
+        turns = _turns(tokenizer, messages, length)
         first = next((i for i, turn in enumerate(turns) if turn.scored), len(turns))
         context = [token for turn in turns[:first] for token in turn.ids]
         if sum(turn.scored for turn in turns[first:]) >= 2:
-            found.append(Example(f"{trace['task_id']}-{trace['trial']}", context, turns=turns[first:]))
+            found.append(Example(name, context, turns=turns[first:]))
     start = settings.seed * contexts
     if start + contexts > len(found):
         raise InputError(
@@ -41,13 +40,13 @@ def traces(tokenizer: PreTrainedTokenizerBase, contexts: int, length: int, setti
     return found[start : start + contexts]
 
 
-def _traces(raw: bytes, where: str) -> list[dict[str, Any]]:
-    """Traces of the evaluation side, the first trial of every task before the second."""
+def _traces(text: str, where: str) -> list[tuple[str, list[dict[str, Any]]]]:
+    """Names and messages of the evaluation side's traces, the first trial of every task before the second."""
     try:
-        every: list[dict[str, Any]] = json.loads(gzip.decompress(raw))
-        kept = [trace for trace in every if trace["task_id"] >= FIRST]
-        return sorted(kept, key=lambda trace: (trace["trial"], trace["task_id"]))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        kept = [(trace["trial"], trace["task_id"], trace["traj"]) for trace in json.loads(text)]
+        kept = sorted((item for item in kept if item[1] >= FIRST), key=lambda item: item[:2])
+        return [(f"{task}-{trial}", messages) for trial, task, messages in kept]
+    except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"{where} is no file of tau-bench traces: {error!r}") from error
 
 

@@ -8,6 +8,7 @@ import string
 
 from transformers import PreTrainedTokenizerBase
 
+from kvstrata.core import InputError
 from kvstrata.evaluate.framing import encode, frame_of, opening
 from kvstrata.evaluate.task import EXACT, HIT, NLL, TASKS, Example, Probe, Settings, Source, Task
 from kvstrata.evaluate.texts import generator
@@ -34,6 +35,8 @@ def copying(tokenizer: PreTrainedTokenizerBase, contexts: int, length: int, sett
             if len(ids) + len(line) > length:
                 break
             ids, lines, records = ids + line, [*lines, line], [*records, record]
+        if len(records) < len(DEPTHS):
+            raise InputError(f"a list of {length} tokens holds {len(records)} items: give a larger --length")
         probes = [
             _ask(tokenizer, frame.after, ("json", "string")[(j + i) % 2], records[int(depth * len(records))], depth)
             for j, depth in enumerate(DEPTHS)

@@ -9,20 +9,22 @@ from kvstrata.evaluate.framing import encode
 from kvstrata.evaluate.task import NLL, TASKS, Example, Metric, Settings, Source, Task
 from kvstrata.evaluate.texts import generator, haystack
 
-STEPS = 256  # tokens of the continuation
+FOLLOWS = 4  # a continuation has a fourth of the prompt's tokens
 
 
 def documents(tokenizer: PreTrainedTokenizerBase, contexts: int, length: int, settings: Settings) -> list[Example]:
-    """Stretches of the text that begin evenly spread over it, moved by the seed."""
+    """Stretches of the text, one from the beginning of each of as many equal parts, or elsewhere in it by the seed."""
     ids = encode(tokenizer, haystack(settings.haystack))
-    need, apart = length + STEPS, len(ids) // contexts
-    if len(ids) < need:
-        raise InputError(f"the text has {len(ids)} tokens, but --length {length} and {STEPS} steps need {need}")
+    need, apart = length + length // FOLLOWS, len(ids) // contexts
+    if apart < need:
+        raise InputError(
+            f"the text has {len(ids)} tokens, but {contexts} contexts of {length} and what follows need "
+            f"{contexts * need}: give a smaller --length or --contexts, or another --haystack"
+        )
     found: list[Example] = []
     for i in range(contexts):
-        moved = generator("documents", settings.seed, i).randrange(apart) if settings.seed else 0
-        start = min(i * apart + moved, len(ids) - need)
-        part = ids[start : start + need]
+        moved = generator("documents", settings.seed, i).randrange(apart - need + 1) if settings.seed else 0
+        part = ids[i * apart + moved :][:need]
         found.append(Example(f"{settings.seed}-{i}", part[:length], continuation=part[length:]))
     return found
 
@@ -30,7 +32,7 @@ def documents(tokenizer: PreTrainedTokenizerBase, contexts: int, length: int, se
 SOURCE = Source("documents", 1, "steps", documents, length=1024, batch=8)
 
 TASKS["ppl"] = Task(
-    f"likelihood of {STEPS} known tokens after a prompt, the policy active at every step",
+    "likelihood of known tokens after a prompt four times as long, the policy active at every step",
     SOURCE,
     (NLL,),
 )

@@ -10,6 +10,7 @@ import random
 
 from transformers import PreTrainedTokenizerBase
 
+from kvstrata.core import InputError
 from kvstrata.evaluate.framing import encode, frame_of, opening
 from kvstrata.evaluate.task import EXACT, HIT, NLL, TASKS, Example, Probe, Settings, Source, Task
 from kvstrata.evaluate.texts import generator, haystack, sentences
@@ -69,6 +70,8 @@ def hide(
     before = opening(tokenizer, frame_of(tokenizer)) + encode(tokenizer, INTRODUCTION.format(kind=called))
     needles = [NEEDLE.format(kind=kind, key=key, value=value) for kind, key, value in facts]
     room = length - len(before) - sum(len(encode(tokenizer, " " + needle)) for needle in needles)
+    if room < 0:
+        raise InputError(f"a context of {length} tokens does not hold what is hidden in it: give a larger --length")
     hay = _stretch(tokenizer, rng, text, room)
     total, at = sum(count for _, count in hay), 0
     parts, passed = list[str](), 0

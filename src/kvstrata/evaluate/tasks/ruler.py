@@ -7,7 +7,6 @@ of the published form (`input`, `outputs`) is read instead of generating.
 
 from __future__ import annotations
 
-import gzip
 import json
 import re
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from kvstrata.evaluate.framing import encode, frame_of, opening
 from kvstrata.evaluate.task import TASKS, Example, Metric, Probe, Settings, Source, Task
 from kvstrata.evaluate.tasks import ruler_text
 from kvstrata.evaluate.tasks.ruler_text import Item
-from kvstrata.evaluate.texts import generator, haystack
+from kvstrata.evaluate.texts import generator, haystack, read_text
 
 Maker = Callable[[ruler_text.Room], Item]
 NEW_TOKENS = {"vt": 30, "cwe": 120, "fwe": 50, "qa_1": 32, "qa_2": 32}
@@ -54,8 +53,8 @@ def examples(
     name: str, tokenizer: PreTrainedTokenizerBase, contexts: int, length: int, settings: Settings
 ) -> list[Example]:
     """Read from a published file where --data has one for this task and length, else generate."""
-    for suffix in ("jsonl", "jsonl.gz"):
-        file = settings.data and settings.data / "ruler" / f"{name}_{length}.{suffix}"
+    for form in files_of(name):
+        file = settings.data and settings.data / form.format(length=length)
         if file and file.is_file():
             return _published(file, name, tokenizer, contexts, settings.seed)
     text = haystack(settings.haystack)
@@ -90,8 +89,7 @@ def _example(tokenizer: PreTrainedTokenizerBase, name: str, item: Item, after: s
 
 
 def _published(file: Path, name: str, tokenizer: PreTrainedTokenizerBase, contexts: int, seed: int) -> list[Example]:
-    raw = file.read_bytes()
-    lines = (gzip.decompress(raw) if file.suffix == ".gz" else raw).decode().splitlines()
+    lines = read_text(file).splitlines()
     split, found = SPLITS[name.split("_")[0]], list[Example]()
     order = generator("ruler", seed).sample(range(len(lines)), len(lines))
     if contexts > len(lines):
@@ -118,6 +116,11 @@ def _question_and_prefix(text: str) -> tuple[str, str]:
     return (text, "") if cut is None else (text[: cut.start()], text[cut.end() :])
 
 
+def files_of(name: str) -> tuple[str, ...]:
+    """Where published examples would be under --data."""
+    return tuple(f"ruler/{name}_{{length}}.{ending}" for ending in ("jsonl", "jsonl.gz"))
+
+
 def new_tokens(name: str) -> int:
     """Tokens that an answer may have."""
     return NEW_TOKENS.get(name, 128)
@@ -134,6 +137,7 @@ for _name in MAKERS:
             length=1024,
             contexts=5,
             new_tokens=new_tokens(_name),
+            instead=files_of(_name),
         ),
         (Metric("found", "share", "higher"),),
     )

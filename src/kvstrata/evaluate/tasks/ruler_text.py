@@ -47,11 +47,13 @@ def niah(
     rng = room.rng
     kind = "uuid" if values == "uuid" else "number"
     make = unique_id if values == "uuid" else number
-    chosen = _keys(rng, keys, num_keys)
+    fillers = room.size if hay == "needle" else 0
+    every_key = _keys(rng, keys, num_keys + fillers)  # at once, so that none is asked for that stands twice
+    chosen = every_key[:num_keys]
     held = {key: [make(rng) for _ in range(num_values)] for key in chosen}
     needles = [_needle(kind, key, value) for key, many in held.items() for value in many]
     if hay == "needle":
-        hidden = [_needle(kind, key, make(rng)) for key in _keys(rng, keys, room.size)]
+        hidden = [_needle(kind, key, make(rng)) for key in every_key[num_keys:]]
     elif hay == "noise":
         hidden = [NOISE] * room.size
     else:
@@ -125,7 +127,7 @@ def frequent_words(room: Room, alpha: float = 2.0, wanted: int = 3) -> Item:
     rng = room.rng
     vocabulary = list({"".join(rng.choices(string.ascii_lowercase, k=6)): None for _ in range(200)})
     weights = [1 / (rank + 1) ** alpha for rank in range(len(vocabulary))]
-    total, count = sum(weights), max(20, room.size)
+    total, count = sum(weights), max(23, room.size)  # so that the third stands apart from the rest
     listed = [
         word for word, w in zip(vocabulary, weights, strict=True) for _ in range(max(1, round(count * w / total)))
     ]
