@@ -7,8 +7,6 @@
 A comma inside a policy's text is written as a semicolon there, since the harness splits at commas.
 """
 
-# pyright: reportMissingImports=false, reportUntypedBaseClass=false, reportUntypedClassDecorator=false
-
 from __future__ import annotations
 
 import contextlib
