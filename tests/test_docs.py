@@ -24,6 +24,7 @@ ROOT = Path(__file__).parent.parent
 README, START = (ROOT / "README.md").read_text(), (ROOT / "docs/start.md").read_text()
 PAGES = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
 COMMANDS = [command.name or command.callback.__name__ for command in app.registered_commands]
+GROUPS = [group.name for group in app.registered_groups]
 PRESETS_BUILT_IN = sorted(PRESETS)
 
 
@@ -76,8 +77,16 @@ def test_every_option_of_a_command_is_in_the_docs(command):
     assert not [option for option in options if f"`{option}`" not in section("cli.md", f"kvstrata {command}")]
 
 
+def test_every_option_of_evaluate_is_on_its_page():
+    command = get_command(app).commands["evaluate"]
+    for one in (command, command.commands["show"]):
+        options = [option for p in one.params for option in p.opts if option.startswith("--") and option != "--help"]
+        assert not [option for option in options if f"`{option}`" not in PAGES["evaluate.md"]]
+    assert "kvstrata evaluate" in START
+
+
 def test_no_command_is_described_that_does_not_exist():
-    assert headings("cli.md") <= {f"kvstrata {command}" for command in COMMANDS}
+    assert headings("cli.md") == {f"kvstrata {command}" for command in COMMANDS + GROUPS}
 
 
 def listed(nav):

@@ -21,7 +21,7 @@ from kvstrata.evaluate.grid import Asked, Job, ask
 from kvstrata.evaluate.peers import parse as parse_peers
 from kvstrata.evaluate.result import Results
 from kvstrata.evaluate.run import Grid, Runner, here, plan, processes, run_grid, run_peers
-from kvstrata.evaluate.task import SCOPES, Metric, Settings, choose
+from kvstrata.evaluate.task import SCOPES, Metric, Scope, Settings, Task, choose
 from kvstrata.evaluate.worker import worker
 from kvstrata.policy.spec import split_specs
 
@@ -66,23 +66,39 @@ def evaluate(
     """Run every task under every policy and budget that is not finished in --out, then show the tables."""
     if context.invoked_subcommand:
         return
-    budgets, policies = _listed(budget), split_specs(policy)
+    budgets = _listed(budget)
     if scope not in SCOPES:
         raise InputError(f"--scope {scope}: choose context or prompt")
     job = Job(model, dtype, device, kernels, Settings(contexts, length, seed, haystack, data), batch)
+    asked = ask(split_specs(policy), budgets, controls)
     if lm_eval:
         if dry_run or peer or ray or jobs > 1:
             raise InputError("--lm-eval runs in this process: leave out --dry-run, --peers, --ray and --jobs")
-        _lm_eval(job, _listed(lm_eval), ask(policies, budgets, controls), out / "lm_eval", as_json)
+        _lm_eval(job, _listed(lm_eval), asked, out / "lm_eval", as_json)
         return
-    tasks, results = choose(_listed(task)), Results(out)
     beside = [Asked(*one) for one in parse_peers(peer, budgets)]
+    _own(
+        job, Results(out), choose(_listed(task)), asked, scope, beside, None if dry_run else _runner(jobs, ray), as_json
+    )
+
+
+def _own(
+    job: Job,
+    results: Results,
+    tasks: dict[str, Task],
+    asked: list[Asked],
+    scope: Scope,
+    beside: list[Asked],
+    runner: Runner | None,
+    as_json: bool,
+) -> None:
+    """Run our own tasks and show their tables; without a runner show what they would cost."""
     with results.writing():
-        grid = plan(worker(job), results, tasks, ask(policies, budgets, controls), scope, beside)
-        if dry_run:
+        grid = plan(worker(job), results, tasks, asked, scope, beside)
+        if runner is None:
             _print_costs(costs(worker(job), grid), as_json)
             return
-        _run(grid, results, _runner(jobs, ray))
+        _run(grid, results, runner)
     wanted = {(name, run.key) for name in tasks for run in grid.runs.values()}
     cells = [cell for cell in results.cells() if (cell.task, cell.run.key) in wanted]
     _print_tables(comparisons(cells), as_json)
