@@ -21,8 +21,8 @@ ray = pytest.importorskip("ray", reason="needs kvstrata[ray]")
 
 def run(folder, results, runner):
     with results.writing():
-        job = worker(folder, settings=Settings(6, 384), batch=1)
-        grid = plan(job, results, choose(["copy", "faithful"]), ask(["h2o"], ["50%"]), "context")
+        job = worker(folder, settings=Settings(4, 384), batch=1)
+        grid = plan(job, results, choose(["copy"]), ask(["h2o"], ["50%"], controls=False), "context")
         run_grid(grid, results, runner)
     return {(c.task, c.run.label): (c.values, c.held_bytes) for c in results.cells()}
 

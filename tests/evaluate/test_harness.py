@@ -91,7 +91,7 @@ def test_gsm8k_runs_on_files_at_hand(folder, local):
 
 def test_the_harness_s_own_command_knows_our_model(folder, local):
     command = [sys.executable, "-m", "kvstrata.evaluate.harness", "run", "--model", "kvstrata"]
-    command += ["--model_args", f"pretrained={folder},policy=window:budget=32;recent=8", "--tasks", "gsm8k_local"]
+    command += ["--model_args", f"pretrained={folder},policy=streaming:budget=32;sinks=2", "--tasks", "gsm8k_local"]
     from kvstrata.evaluate.harness import TASKS
 
     command += ["--include_path", str(TASKS), "--limit", "1", "--batch_size", "1", "--num_fewshot", "1"]
