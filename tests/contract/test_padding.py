@@ -67,6 +67,17 @@ def test_chunks_that_are_all_padding_for_some_rows():
     assert (batch[0, -3:] - solo[0, -3:]).abs().max() <= 1e-5 * solo.abs().max()
 
 
+@pytest.mark.parametrize("name", ["h2o", "scissorhands", "tova"])
+def test_a_first_chunk_of_pads_alone_stores_nothing(name):
+    model, ids, mask = tiny(), prompt(30), torch.ones(1, 30, dtype=torch.long)
+    mask[0, :4] = 0
+    with kvstrata.compress(model, spec(name, 8)) as cache:
+        logits = feed(model, ids, cache, [4, 26], mask)
+    with kvstrata.compress(model, spec(name, 8)) as cache:
+        expected = feed(model, ids[:, 4:], cache, [26])
+    torch.testing.assert_close(logits[:, 4:], expected, rtol=0, atol=1e-4)
+
+
 def test_pads_in_the_middle_of_a_conversation():
     """A second turn whose rows differ in length is padded between the turns."""
     model = tiny()

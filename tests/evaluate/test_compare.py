@@ -104,7 +104,7 @@ def test_nothing_has_no_interval():
 @pytest.mark.parametrize("share", ["75%", "50%", "25%"])
 @pytest.mark.parametrize("name", [*PRESETS, "h2o:codec=int8", "snapkv:codec=int4", "streaming:room=16"])
 def test_a_share_is_of_the_bytes_held_whatever_holds_them(name, share):
-    context, new = 1920, 256
+    context, new = 1920, 64
     policy = resolve(name, share, SHAPE, context, new)
     full = held(parse_policy("full"), SHAPE, context, new)
     got = held(policy, SHAPE, context, new) / full

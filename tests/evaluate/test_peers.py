@@ -60,6 +60,7 @@ def test_a_peer_s_full_cache_gives_what_ours_gives(folder, tmp_path, monkeypatch
             assert row.is_full
 
 
+@pytest.mark.extras
 def test_a_peer_that_breaks_down_says_why_and_keeps_what_it_did(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(peers, "environment", lambda name: sys.executable)
     results = Results(tmp_path)

@@ -100,6 +100,7 @@ int64_t Array::size() const {
 }
 
 bool Array::contiguous() const {
+  if (size() == 0) return true;
   int64_t dense = 1;
   for (int i = dims - 1; i >= 0; --i) {
     if (shape[i] != 1 && stride[i] != dense) return false;
