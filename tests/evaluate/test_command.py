@@ -6,6 +6,8 @@ import pytest
 
 from ..cli.conftest import kvstrata
 
+pytestmark = pytest.mark.extras  # whole runs, a minute together
+
 
 def evaluate(folder, out, *more, **options):
     given = {"--model": folder, "--policy": "h2o", "--budget": "50%", "--task": "copy", "--out": out}

@@ -17,6 +17,8 @@ from kvstrata.evaluate.task import Settings, choose
 
 from .conftest import worker
 
+pytestmark = pytest.mark.extras  # whole runs, a minute together
+
 POLICIES = ["h2o", "snapkv:budget=64"]
 ASKED = ask(POLICIES, ["50%", "96"])
 
@@ -108,7 +110,6 @@ def test_a_run_that_ended_in_the_middle_goes_on_where_it_was(folder, whole, tmp_
     assert values(results) == values(whole)
 
 
-@pytest.mark.extras
 def test_a_process_that_is_killed_loses_nothing_that_was_finished(folder, whole, tmp_path):
     command = [
         sys.executable,
@@ -145,7 +146,6 @@ def test_a_process_that_is_killed_loses_nothing_that_was_finished(folder, whole,
     assert values(results) == values(whole)
 
 
-@pytest.mark.extras
 def test_processes_give_what_one_gives(folder, whole, tmp_path):
     results = Results(tmp_path)
     run(folder, results, processes(2))
