@@ -17,7 +17,6 @@ from kvstrata.cache.step import Mode
 from kvstrata.core import Column, Signals
 from kvstrata.kernels.attention import Softmax
 from kvstrata.kernels.codec.ref import Packed
-from kvstrata.kernels.mass import Reduction
 from kvstrata.kernels.pages import PAGE
 from kvstrata.policy.policy import Policy
 from kvstrata.policy.scorers import Stateless
@@ -93,9 +92,6 @@ class _CountingCodedTier(CodedTier):
     def _shuffle(self, page: int, order: Tensor) -> int:
         return page
 
-    def _fill_tensor(self) -> Tensor:
-        return self._fills_on(torch.device("cpu"))
-
 
 class _CountingStore(LayerStore):
     """Payload on the meta device, columns on the CPU."""
@@ -106,24 +102,19 @@ class _CountingStore(LayerStore):
         return super()._new_columns(torch.device("cpu"))
 
 
+def _not_computed(store: LayerStore, q: Tensor, *_: object) -> tuple[Tensor, None]:
+    return q, None
+
+
 class _CountingLayer(Layer):
     """A layer whose attention is not computed."""
+
+    _attention = staticmethod(_not_computed)
 
     def __init__(self, index: int, depth: int, num_layers: int, policy: Policy, mode: Mode) -> None:
         self.account = Account()
         super().__init__(index, depth, num_layers, policy, self.account, mode=mode)
         self.store = _CountingStore(index, policy.columns(index), policy.per_head(index), self.account)
-
-    def _attend(
-        self,
-        q: Tensor,
-        tokens: list[int],
-        softmax: Softmax,
-        reduction: Reduction | None,
-        own: Tensor | None,
-        known: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        return q, None
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from kvstrata.cache.step import MOST_DRAFTS, Events, Mode, Pending, joined_queri
 from kvstrata.cache.stored import attend_stored, mass_of
 from kvstrata.core import InputError, LayerShape, Phase, Plan, Signals, SpecError, Tier, UnsupportedModelError
 from kvstrata.kernels.attention import KernelName, Softmax
-from kvstrata.kernels.mass import ALL_ROWS, Reduction
+from kvstrata.kernels.mass import ALL_ROWS
 from kvstrata.policy.policy import Policy, Rule
 from kvstrata.store import Account, Arenas, LayerStore
 
@@ -28,6 +28,8 @@ PREFILL_ABOVE = 16  # more queries than this at once are a prompt, not drafts
 
 class Layer:
     """Keys and values of one layer under a policy. Rows of a batch may have different lengths."""
+
+    _attention = staticmethod(attend_stored)
 
     def __init__(
         self,
@@ -152,12 +154,13 @@ class Layer:
         if mode.drafting and not mode.prefilling:
             return self._draft(q, tokens, softmax, own, rule)
         if rule is None:
-            return self._attend(q, tokens, softmax, None, own, known)[0]
+            return self._attention(self.store, q, tokens, softmax, None, own, known)[0]
         waits = mode.prefilling or rule.at_step_end
         limits = None if waits else self._due(rule, None)
         reads = waits or limits is not None or bool(rule.scorer.columns)
         late = mode.prefilling and not rule.scorer.columns
-        out, mass = self._attend(q, tokens, softmax, None if late or not reads else rule.scorer.mass, own, known)
+        reduction = None if late or not reads else rule.scorer.mass
+        out, mass = self._attention(self.store, q, tokens, softmax, reduction, own, known)
         this = Pending(rule, self.step, q.shape[2], tokens, mass, softmax)
         if mode.prefilling:
             self._join(this, q, rule)
@@ -166,17 +169,6 @@ class Layer:
         elif reads:
             self._settle(this, rule, limits)
         return out
-
-    def _attend(
-        self,
-        q: Tensor,
-        tokens: list[int],
-        softmax: Softmax,
-        reduction: Reduction | None,
-        own: Tensor | None,
-        known: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        return attend_stored(self.store, q, tokens, softmax, reduction, own, known)
 
     def _join(self, this: Pending, q: Tensor, rule: Rule) -> None:
         """Put off a part of a prompt and join it to the parts before: scores are summed now, or queries kept."""
@@ -195,7 +187,7 @@ class Layer:
 
     def _draft(self, q: Tensor, tokens: list[int], softmax: Softmax, own: Tensor | None, rule: Rule | None) -> Tensor:
         """Attend, and put everything else off until the verdict: mass is made of the queries that will be left then."""
-        out = self._attend(q, tokens, softmax, None, own)[0]
+        out = self._attention(self.store, q, tokens, softmax, None, own)[0]
         prompt = self.rules["prefill"] if q.shape[2] > PREFILL_ABOVE else None
         this = Pending(rule, self.step, q.shape[2], tokens, softmax=softmax, draft=True, unjudged=prompt)
         reductions = {r.scorer.mass for r in (rule, prompt) if r and r.scorer.mass}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvstrata.core import InputError, SpecError
 from kvstrata.evaluate.result import Run
-from kvstrata.evaluate.runs import FULL
+from kvstrata.evaluate.runs import FULL, labelled
 from kvstrata.evaluate.task import TASKS, Example, Scope, Settings, Source, Task
 from kvstrata.policy import parse_policy
 from kvstrata.policy.budget import parse_budget
@@ -27,7 +27,7 @@ class Asked:
     @property
     def label(self) -> str:
         """As tables name it."""
-        return self.policy if self.budget is None else f"{self.policy} @ {self.budget}"
+        return labelled(self.policy, self.budget)
 
 
 @dataclass(frozen=True, slots=True)

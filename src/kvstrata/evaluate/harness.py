@@ -19,21 +19,19 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from transformers import PreTrainedModel
 
 from kvstrata.bench.measure import provenance
 from kvstrata.core import InputError, KvstrataError
 from kvstrata.evaluate.grid import Asked, Job
 from kvstrata.evaluate.lm_eval_tasks.local import VARIABLE
-from kvstrata.evaluate.runs import feed, padded, scored
+from kvstrata.evaluate.runs import continued, read
 from kvstrata.evaluate.task import Settings
 from kvstrata.evaluate.worker import weights_digest
 from kvstrata.hf import StrataCache, compress
 from kvstrata.hf.compat import CACHE_KEYWORD
 from kvstrata.hf.demo import demo_model
 from kvstrata.hf.models import load_model
-from kvstrata.hf.together import read_together
 from kvstrata.policy import parse_policy
 from kvstrata.policy.budget import parse_budget
 
@@ -98,25 +96,13 @@ class StrataLM(HFLM):
                 self.cache_hook.add_partial("loglikelihood", requests[i][0], answer)
         return [found[i] for i in range(len(requests))]
 
-    @torch.no_grad()
     def _score(self, requests: list[Any]) -> list[tuple[float, bool]]:
-        model = cast(Any, self.model)
         answers = [list(request[2]) for request in requests]
         contexts = [list(r[1])[-(self.max_length - len(r[2])) :] for r in requests]
-        ids, mask = padded(contexts, self.device)
-        with compress(model, self._policy, kernels=self._kernels) as cache:
-            last = read_together(model, [cache], ids, None if bool(mask.all()) else mask)
+        with compress(self.model, self._policy, kernels=self._kernels) as cache:
+            last, mask = read(self.model, {self._policy.name: cache}, contexts)
             self._note(cache)
-            keep = max(map(len, answers)) - 1
-            rows = [row[None] for row in last]
-            if keep:
-                ids, more = padded([answer[:-1] or [0] for answer in answers], self.device)
-                logits = feed(model, cache, ids, torch.cat([mask, more], dim=1), keep)
-                rows = [
-                    torch.cat([first, row[keep + 1 - len(answer) :]])
-                    for first, row, answer in zip(rows, logits, answers, strict=True)
-                ]
-        marked = [scored(row, answer) for row, answer in zip(rows, answers, strict=True)]
+            marked = continued(self.model, cache, last, mask, answers)
         return [(-sum(nats), all(right)) for nats, right in marked]
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:

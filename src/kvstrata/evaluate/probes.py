@@ -8,13 +8,26 @@ context, before anything is dropped.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import mean
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvstrata.evaluate.runs import FULL, Caches, Outcome, Outcomes, bytes_per_row, feed, padded, read, scored
+from kvstrata.evaluate.runs import (
+    FULL,
+    Answered,
+    Caches,
+    Outcome,
+    Outcomes,
+    bytes_per_row,
+    continued,
+    feed,
+    figures,
+    item,
+    padded,
+    read,
+    scored,
+)
 from kvstrata.evaluate.task import Example, Probe, Scope
 from kvstrata.hf import StrataCache
 
@@ -30,7 +43,7 @@ def run_probes(model: PreTrainedModel, caches: Caches, examples: Sequence[Exampl
     last, mask = read(model, caches, rows)
     sizes = {label: bytes_per_row(cache) for label, cache in caches.items()}
     answers = {
-        label: _after_question(model, cache, last, mask, probes)
+        label: continued(model, cache, last, mask, [probe.answer for probe in probes])
         if scope == "prompt"
         else _with_question(model, cache, mask, owners, probes)
         for label, cache in caches.items()
@@ -45,9 +58,6 @@ def run_probes(model: PreTrainedModel, caches: Caches, examples: Sequence[Exampl
     }
 
 
-Answered = tuple[list[float], list[bool]]
-
-
 def _with_question(
     model: PreTrainedModel, cache: StrataCache, mask: Tensor, owners: list[int], probes: list[Probe]
 ) -> list[Answered]:
@@ -60,31 +70,7 @@ def _with_question(
     return [scored(row[keep - len(p.answer) :], p.answer) for row, p in zip(logits, probes, strict=True)]
 
 
-def _after_question(
-    model: PreTrainedModel, cache: StrataCache, last: Tensor, mask: Tensor, probes: list[Probe]
-) -> list[Answered]:
-    """Ask a prompt whose question was read already: the answer's first token is foretold, the rest follows."""
-    keep = max(len(probe.answer) for probe in probes) - 1
-    if not keep:
-        return [scored(row[None], probe.answer) for row, probe in zip(last, probes, strict=True)]
-    ids, more = padded([probe.answer[:-1] or [0] for probe in probes], mask.device)
-    logits = feed(model, cache, ids, torch.cat([mask, more], dim=1), keep)
-    return [
-        scored(torch.cat([first[None], row[keep - len(p.answer) + 1 :]]), p.answer)
-        for first, row, p in zip(last, logits, probes, strict=True)
-    ]
-
-
 def _outcome(example: Example, answered: list[Answered], size: tuple[int, int], full: int) -> Outcome:
-    """Means over the probes, each counting the same."""
-    items = [
-        {**probe.tags, "nll": mean(nats), "tokens": nats, "right": right, "exact": all(right)}
-        for probe, (nats, right) in zip(example.probes, answered, strict=True)
-    ]
-    values = {
-        "nll": mean(mean(nats) for nats, _ in answered),
-        "token_accuracy": mean(mean(right) for _, right in answered),
-        "exact": mean(all(right) for _, right in answered),
-    }
+    items = [item(probe.tags, one) for probe, one in zip(example.probes, answered, strict=True)]
     held, live = size
-    return Outcome(example.name, values, held, live, held, full, items=items)
+    return Outcome(example.name, figures(answered), held, live, held, full, items=items)

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvstrata.core import InputError, KvstrataError
-from kvstrata.evaluate.runs import Outcome
+from kvstrata.evaluate.runs import Outcome, labelled
 
 FORM = "kvstrata.cell/1"
 RAW_FORM = "kvstrata.raw/1"
@@ -55,7 +55,7 @@ class Run(_Strict):
     @property
     def label(self) -> str:
         """The policy and its budget, as tables name them."""
-        return self.policy if self.budget is None else f"{self.policy} @ {self.budget}"
+        return labelled(self.policy, self.budget)
 
     @property
     def slug(self) -> str:

@@ -144,13 +144,13 @@ def run_peers(
     for key, task in grid.peers.items():
         run, one = grid.runs[key], key[1]
         left = [example for example in worker.examples(task) if example.name in grid.left[key]]
-        if left:
+        if left:  # else only a record is missing, and no process need start
             tell(f"{one.label} on {task}")
-        folder = str(worker.model.config._name_or_path)  # pyright: ignore
-        kind = grid.tasks[task].source.kind
-        for outcome in peers.run_peer(one.policy, one.budget, folder, run.dtype, kind, left):
-            results.append(run, [outcome])
-            grid.left[key].discard(outcome.example)
+            folder = str(worker.model.config._name_or_path)  # pyright: ignore
+            kind = grid.tasks[task].source.kind
+            for outcome in peers.run_peer(one.policy, one.budget, folder, run.dtype, kind, left):
+                results.append(run, [outcome])
+                grid.left[key].discard(outcome.example)
         written += _write_finished(grid, results, start, key)
     return written
 

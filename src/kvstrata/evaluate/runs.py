@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from statistics import mean
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvstrata.evaluate.task import Tags
 from kvstrata.hf import StrataCache
 from kvstrata.hf.compat import CACHE_KEYWORD
-from kvstrata.hf.together import read_together
+from kvstrata.hf.together import read_together, under_padding
 
 Caches = dict[str, StrataCache]  # by the label of the policy; "full" is always among them
 FULL = "full"
@@ -39,6 +41,7 @@ class Outcome:
         return asdict(self)
 
 
+Answered = tuple[list[float], list[bool]]  # nats and hits of an answer's tokens
 Outcomes = dict[str, list[Outcome]]  # by label, in the order of the examples
 
 
@@ -61,22 +64,54 @@ def padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor,
 def read(model: PreTrainedModel, caches: Caches, rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     """Let all caches read the same prompts. -> logits [B, V] of the last tokens, mask [B, T]"""
     ids, mask = padded(rows, model.device)
-    whole = bool(mask.all())
-    return read_together(model, list(caches.values()), ids, None if whole else mask), mask
+    return read_together(model, list(caches.values()), ids, mask), mask
 
 
 @torch.no_grad()
 def feed(model: PreTrainedModel, cache: StrataCache, ids: Tensor, mask: Tensor | None = None, keep: int = 1) -> Tensor:
     """Feed ids [B, Q] after what was read, under the mask [B, fed + Q] of all columns. -> logits [B, keep, V]"""
-    extra: dict[str, Tensor] = {}
-    if mask is not None and not bool(mask.all()):
-        places = (mask.cumsum(dim=1) - 1).clamp_min(0)
-        extra = {"attention_mask": mask, "position_ids": places[:, -ids.shape[1] :]}
+    extra = under_padding(mask, ids.shape[1])
     output = cast(Any, model)(ids, logits_to_keep=keep, **{CACHE_KEYWORD: cache}, **extra)
     return cast(Tensor, output.logits)
 
 
-def scored(logits: Tensor, answer: Sequence[int]) -> tuple[list[float], list[bool]]:
+def continued(
+    model: PreTrainedModel, cache: StrataCache, last: Tensor, mask: Tensor, answers: Sequence[Sequence[int]]
+) -> list[Answered]:
+    """Score answers that follow what was read, a row each.
+
+    `last` [B, V] foretells their first tokens, one forward the rest; `mask` [B, fed] is that of the columns read.
+    """
+    keep, rows = max(map(len, answers)) - 1, [row[None] for row in last]
+    if keep:
+        ids, more = padded([list(answer[:-1]) or [0] for answer in answers], mask.device)
+        logits = feed(model, cache, ids, torch.cat([mask, more], dim=1), keep)
+        rest = [row[keep + 1 - len(answer) :] for row, answer in zip(logits, answers, strict=True)]
+        rows = [torch.cat(pair) for pair in zip(rows, rest, strict=True)]
+    return [scored(row, answer) for row, answer in zip(rows, answers, strict=True)]
+
+
+def labelled(policy: str, budget: str | None) -> str:
+    """A policy and its budget, as tables name them."""
+    return policy if budget is None else f"{policy} @ {budget}"
+
+
+def figures(answered: Sequence[Answered]) -> dict[str, float]:
+    """Means over answers, each counting the same."""
+    return {
+        "nll": mean(mean(nats) for nats, _ in answered),
+        "token_accuracy": mean(mean(right) for _, right in answered),
+        "exact": mean(all(right) for _, right in answered),
+    }
+
+
+def item(tags: Tags, answered: Answered) -> dict[str, Any]:
+    """One answer, for the raw outcomes."""
+    nats, right = answered
+    return {**tags, "nll": mean(nats), "tokens": nats, "right": right, "exact": all(right)}
+
+
+def scored(logits: Tensor, answer: Sequence[int]) -> Answered:
     """nats and whether it is the likeliest, of every token of an answer, from logits [A, V]."""
     log_probs = logits.float().log_softmax(dim=-1).cpu()
     target = torch.tensor(list(answer))

@@ -75,9 +75,7 @@ def read_together(
     if any(cache.get_seq_length() for cache in caches):
         raise InputError("only empty caches can read a prompt together: reset() them first")
     shared = Cache(layers=[_shared(caches, i) for i in range(len(first.layers))])
-    extra = (
-        {} if attention_mask is None else {"attention_mask": attention_mask, "position_ids": _places(attention_mask)}
-    )
+    extra = under_padding(attention_mask, ids.shape[1])
     output = cast(Any, model)(ids, logits_to_keep=1, **{compat.CACHE_KEYWORD: shared}, **extra)
     logits = cast(Tensor, output.logits)
     for cache in caches:
@@ -97,6 +95,8 @@ def _shared(caches: Sequence[StrataCache], index: int) -> Any:
     return StrataLayer(cast(Layer, same), caches[0].engine)
 
 
-def _places(mask: Tensor) -> Tensor:
-    """Positions [B, T] of the tokens of a padding mask."""
-    return (mask.cumsum(dim=1) - 1).clamp_min(0)
+def under_padding(mask: Tensor | None, queries: int) -> dict[str, Tensor]:
+    """What a forward of the newest columns must be told of a padding mask [B, columns]; nothing without pads."""
+    if mask is None or bool(mask.all()):
+        return {}
+    return {"attention_mask": mask, "position_ids": (mask.cumsum(dim=1) - 1).clamp_min(0)[:, -queries:]}

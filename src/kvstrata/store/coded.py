@@ -63,7 +63,7 @@ class CodedTier:
 
     def valid(self) -> Tensor:
         """[B, 1|H, width] bool: which slots hold an entry."""
-        fills = self._fill_tensor()[:: self._served].view(*self.columns.shape, -1, 1).to(self.columns.device)
+        fills = self._fill_tensor()[:: self._served].view(*self.columns.shape, -1, 1)
         return (torch.arange(PAGE, device=fills.device) < fills).flatten(2)
 
     def view(self) -> Pages:
@@ -79,12 +79,9 @@ class CodedTier:
         return self._view
 
     def _fill_tensor(self) -> Tensor:
-        return self._fills_on(self.arena.device)
-
-    def _fills_on(self, device: torch.device) -> Tensor:
         width = self.width // PAGE
         rows = [fills + [0] * (width - len(fills)) for fills in self.fills]
-        return torch.tensor(rows, dtype=torch.int32, device=device).view(len(rows), width)
+        return torch.tensor(rows, dtype=torch.int32, device=self.columns.device).view(len(rows), width)
 
     def decoded(self, segment: int) -> tuple[Tensor, Tensor, Tensor]:
         """Keys [n, D] and values of one segment's entries as their codes give them, and their slots [n]."""

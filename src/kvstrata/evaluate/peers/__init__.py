@@ -12,14 +12,13 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 import torch
 
 from kvstrata.bench.peers.environments import PeerError, environment
 from kvstrata.core import InputError
-from kvstrata.evaluate.runs import FULL, Outcome
+from kvstrata.evaluate.runs import FULL, Answered, Outcome, figures, item, labelled
 from kvstrata.evaluate.task import Example, Kind
 from kvstrata.policy.spec import split_specs
 
@@ -95,7 +94,7 @@ def run_peer(
             assert process.stdout is not None
             try:
                 for line, example in zip(process.stdout, examples, strict=False):
-                    yield _outcome(json.loads(line), example, kind, spec if budget is None else f"{spec} @ {budget}")
+                    yield _outcome(json.loads(line), example, kind, labelled(spec, budget))
             finally:
                 process.stdout.close()
                 code = process.wait()
@@ -116,18 +115,12 @@ def _share_of_prompt(budget: str, examples: Sequence[Example], kind: Kind) -> fl
 
 
 def _outcome(line: dict[str, Any], example: Example, kind: Kind, resolved: str) -> Outcome:
-    answered: list[tuple[list[float], list[bool]]] = line["answers"]
-    values = {"nll": mean(mean(nats) for nats, _ in answered)}
-    if kind == "probes":
-        values |= {
-            "token_accuracy": mean(mean(right) for _, right in answered),
-            "exact": mean(all(right) for _, right in answered),
-        }
+    answered: list[Answered] = line["answers"]
+    found = figures(answered)
+    values = found if kind == "probes" else {"nll": found["nll"]}
     tags = [probe.tags for probe in example.probes] or [{}]
-    items = [
-        {**tag, "nll": mean(nats), "tokens": nats, "right": right, "exact": all(right), "prefill_s": line["prefill_s"]}
-        for tag, (nats, right) in zip(tags, answered, strict=True)
-    ]
+    pairs = zip(tags, answered, strict=True)
+    items = [{**item(tag, one), "prefill_s": line["prefill_s"]} for tag, one in pairs]
     held, full = int(line["held"]), int(line["full"])
     ms, where = line["ms_per_token"], str(line["where"])
     return Outcome(example.name, values, held, held, held, full, ms, items, resolved=resolved, where=where)
