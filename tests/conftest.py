@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from itertools import chain
 
 # before torch loads OpenMP: threads that spin while they wait make small operators ten times slower on a busy machine
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -16,6 +15,7 @@ from hypothesis import Phase, settings
 from kvstrata.kernels.pages import PAGE
 from kvstrata.store import LayerStore
 from kvstrata.store.arena import Arena
+from kvstrata.store.units import UnitTier
 
 settings.register_profile("same-every-time", deadline=None, derandomize=True)
 settings.register_profile("first-failure", deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
@@ -49,9 +49,12 @@ def poison_free_slots(store):
     poison(table.arena, filled)
     poison_columns(store.exact.columns, store.exact.valid())
     for tier in store.coded.values():
-        flat = (chain.from_iterable(lists) for lists in (tier.pages, tier.fills))
-        poison(tier.arena, dict(zip(*flat, strict=True)))
-        poison_columns(tier.columns, tier.valid())
+        poison(tier.arena, tier.used())
+        valid = tier.valid()
+        if isinstance(tier, UnitTier):  # whose dormant units stand behind the active ones
+            slots = [(a + d) * tier.arena.format.codec.unit for a, d in zip(tier.active, tier.dormant, strict=True)]
+            valid = torch.arange(tier.columns.room) < torch.tensor(slots).view(*tier.columns.shape, 1)
+        poison_columns(tier.columns, valid)
 
 
 def poison_columns(columns, valid):
@@ -70,6 +73,8 @@ def poison(arena, filled):
                 for payload in (block.k, block.v):
                     payload[page - block.first, n:].fill_(math.nan)
             elif n < PAGE and not arena.format.codec.symmetric:
+                if arena.format.codec.k_axis == "token":
+                    block.grid[page - block.first, : -2 * PAGE].view(2, PAGE)[:, n:] = math.nan
                 block.grid[page - block.first, -2 * PAGE :].view(2, PAGE)[:, n:] = math.nan
             elif n == 0:
                 block.grid[page - block.first].fill_(math.nan)

@@ -73,6 +73,9 @@ class LayerShape:
     num_kv_heads: int
     entry_bytes: int  # one stored entry over all key-value heads of one layer, columns included
     batch_size: int
+    token_bytes: int = 0  # key and value of one token over all heads, as an uncompressed cache stores them
+    unit_bytes: int = 0  # entries that are coded together, over all heads, columns included
+    frame_bytes: int = 0  # what the coded entries of one row share beside that
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,6 +96,7 @@ class Signals:
     mass: Tensor | None = None  # [B, H, N] fp32: attention of this forward, as the scorer's reduction sums it
     keys: Tensor | None = None  # [B, H, N, D]
     tier: Tensor | None = None  # [B, 1|H, N] uint8, values of `Tier`; None where all are exact
+    dormant: Tensor | None = None  # [B, 1|H, N] bool: exact entries that have codes already; None where none has
 
 
 @dataclass(frozen=True, slots=True, eq=False)

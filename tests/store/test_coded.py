@@ -110,7 +110,7 @@ class Model(RuleBasedStateMachine):
         arenas = list(self.store._arenas)
         blocks = sum(t.untyped_storage().nbytes() for arena in arenas for b in arena.blocks for t in b[1:])
         tiers = (self.store.exact, *self.store.coded.values())
-        assert self.account.now.reserved == blocks + sum(tier.columns.nbytes for tier in tiers)
+        assert self.account.now.reserved == blocks + sum(tier.beside_bytes for tier in tiers)
         assert self.account.now.live <= self.account.now.held <= self.account.now.reserved
 
     @precondition(lambda self: self.fed and all(held for row in self.rows for held in row))

@@ -6,7 +6,7 @@ and scorers are replaced by recency with the same columns, since how much is kep
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,10 +21,12 @@ from kvstrata.kernels.pages import PAGE
 from kvstrata.policy.policy import Policy
 from kvstrata.policy.scorers import Stateless
 from kvstrata.store import Account, Bytes, LayerStore
-from kvstrata.store.coded import CodedTier
+from kvstrata.store.coded import PageTier
+from kvstrata.store.codes import Codes, Moves
 from kvstrata.store.columns import Columns
 from kvstrata.store.exact import ExactTier
 from kvstrata.store.table import PageTable
+from kvstrata.store.units import UnitTier
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +75,14 @@ class _CountingTier(ExactTier):
     def write(self, k: Tensor, v: Tensor, tokens: Sequence[int]) -> None:
         pass
 
+    def restore(self, counts: Sequence[Sequence[int]], k: Tensor, v: Tensor, columns: Mapping[str, Tensor]) -> None:
+        self._make_room([n for row in counts for n in row for _ in range(self._served)])
+
     def _move(self, source: PageTable, target: PageTable, segment: Tensor, at: Tensor, to: Tensor) -> None:
         pass
 
 
-class _CountingCodedTier(CodedTier):
+class _CountingPageTier(PageTier):
     """Coded pages without memory."""
 
     def _pack(self, source: PageTable, segment: Tensor, at: Tensor, account: Account) -> Packed:
@@ -93,10 +98,32 @@ class _CountingCodedTier(CodedTier):
         return page
 
 
+class _CountingCodes(Codes):
+    """Pages of units without memory."""
+
+    def change(self, moves: Moves, wanted: Sequence[int], exact: ExactTier, account: Account) -> None:
+        f = self.arena.format
+        if not self._codec.running:
+            copied = moves.at.numel() * self.served * (f.k_dim + f.v_dim)
+            account.note_copies(copied * (f.dtype if self._codec.plain else torch.float32).itemsize)
+        self._resize([n for n in wanted for _ in range(self.served)])
+
+
+class _CountingUnitTier(UnitTier):
+    """Coded units without memory."""
+
+    _codes = _CountingCodes
+
+    def _decode(self, segment: int, at: Tensor) -> tuple[Tensor, Tensor]:
+        f = self.arena.format
+        k, v = (torch.empty(len(at), dim, dtype=f.dtype, device="meta") for dim in (f.k_dim, f.v_dim))
+        return k, v
+
+
 class _CountingStore(LayerStore):
     """Payload on the meta device, columns on the CPU."""
 
-    _exact_tier, _coded_tier = _CountingTier, _CountingCodedTier
+    _exact_tier, _page_tier, _unit_tier = _CountingTier, _CountingPageTier, _CountingUnitTier
 
     def _new_columns(self, device: torch.device) -> Columns:
         return super()._new_columns(torch.device("cpu"))
@@ -114,7 +141,8 @@ class _CountingLayer(Layer):
     def __init__(self, index: int, depth: int, num_layers: int, policy: Policy, mode: Mode) -> None:
         self.account = Account()
         super().__init__(index, depth, num_layers, policy, self.account, mode=mode)
-        self.store = _CountingStore(index, policy.columns(index), policy.per_head(index), self.account)
+        columns, per_head = policy.columns(index), policy.per_head(index)
+        self.store = _CountingStore(index, columns, per_head, self.account, codecs=self._codecs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from kvstrata.cache.layer import Layer
 from kvstrata.cache.step import MOST_DRAFTS, Mode
 from kvstrata.core import InputError
 from kvstrata.kernels.attention import KernelName
+from kvstrata.kernels.codec.rotation import Rotary
 from kvstrata.policy.confidence import confidence
 from kvstrata.policy.policy import Policy
 from kvstrata.store import Account, Arenas
@@ -19,14 +20,16 @@ from kvstrata.store import Account, Arenas
 class PolicyCache:
     """Layers by their number in the model. Everything a cache knows is in here; there is no state elsewhere."""
 
-    def __init__(self, policy: Policy, layers: Sequence[int], kernels: KernelName = "auto") -> None:
+    def __init__(
+        self, policy: Policy, layers: Sequence[int], kernels: KernelName = "auto", rotary: Rotary | None = None
+    ) -> None:
         self.policy = policy
         self.account = Account()
         self.mode = Mode()
         self.nan_logits = 0  # rows of logits with a NaN, which counted as unsure
         self.arenas = Arenas(self.account)
         self.layers = {
-            layer: Layer(layer, depth, len(layers), policy, self.account, kernels, self.mode, self.arenas)
+            layer: Layer(layer, depth, len(layers), policy, self.account, kernels, self.mode, self.arenas, rotary)
             for depth, layer in enumerate(layers)
         }
 

@@ -19,6 +19,7 @@ from kvstrata.cache.step import MOST_DRAFTS, Events, Mode, Pending, joined_queri
 from kvstrata.cache.stored import attend_stored, mass_of
 from kvstrata.core import InputError, LayerShape, Phase, Plan, Signals, SpecError, Tier, UnsupportedModelError
 from kvstrata.kernels.attention import KernelName, Softmax
+from kvstrata.kernels.codec.rotation import Rotary
 from kvstrata.kernels.mass import ALL_ROWS
 from kvstrata.policy.policy import Policy, Rule
 from kvstrata.store import Account, Arenas, LayerStore
@@ -41,13 +42,17 @@ class Layer:
         kernels: KernelName = "auto",
         mode: Mode | None = None,
         arenas: Arenas | None = None,
+        rotary: Rotary | None = None,
     ) -> None:
         self.index, self._depth, self._num_layers = index, depth, num_layers
         self._mode = mode or Mode()
         self.fed = Fed()
         self._mode.clocks.append(self.fed)
         self.rules = policy.rules(index)
-        self.store = LayerStore(index, policy.columns(index), policy.per_head(index), account, arenas, kernels)
+        codings = policy.codings(index)
+        self._codecs = {tier: coding.record for tier, coding in codings.items()}
+        columns, per_head = policy.columns(index), policy.per_head(index)
+        self.store = LayerStore(index, columns, per_head, account, arenas, kernels, self._codecs, rotary)
         self._restart()
 
     def _restart(self) -> None:
@@ -55,6 +60,8 @@ class Layer:
         self.fed.reset()
         self.events = Events()
         self._pending: Pending | None = None
+        self._acted: int | None = None  # columns fed when a rule last acted
+        self._like: LayerShape | None = None  # of the keys stored
 
     def reset(self) -> None:
         """Free everything and start the clock anew."""
@@ -117,6 +124,7 @@ class Layer:
             self._check_own(rule)
         if past is not None:
             self._hide(past)
+        self._like = self._like or self.shape_of(k, v)
         self.store.stage(k, v, tokens, self.seen or [0] * batch, self.step)
         if self.store.kernels == "exact":  # which sums in order of position, as an uncompressed cache does
             self.store.flush()
@@ -136,6 +144,7 @@ class Layer:
         if not self.store.is_empty:
             raise InputError("only an empty layer can be filled: reset() it first")
         self.check(k, v)
+        self._like = self.shape_of(k, v)
         self.store.append(k, v, [stored] * batch, [max(0, seen - stored)] * batch, self.step)
         self.fed.add(max(seen, stored), [max(seen, stored)] * batch)
         self.step += 1
@@ -237,7 +246,8 @@ class Layer:
 
     def shape_of(self, k: Tensor, v: Tensor) -> LayerShape:
         """What budgets are resolved with once k and v [B, H, Q, D] are stored."""
-        return self._shape(k.shape[1], self.store.entry_bytes_of(k, v), k.shape[0])
+        sizes = self.store.sizes_of(k, v)
+        return LayerShape(self.index, self._depth, self._num_layers, k.shape[1], batch_size=k.shape[0], **sizes)
 
     def _phase(self, queries: int) -> Phase:
         if self._mode.prefilling or not any(self.seen):
@@ -287,15 +297,15 @@ class Layer:
             else any(n > caps[head % len(caps)] for head, n in enumerate(lengths))
             for lengths, caps in zip(self.store.lengths(), limits, strict=True)
         )
-        return limits if over or rule.tiers.due(self.store.exact_lengths()) else None
+        since = None if self._acted is None else self.columns_fed - self._acted
+        due = rule.trigger.due(over, since)
+        return limits if due or rule.tiers.due(self.store.exact_lengths(), self.store.exact_positions()) else None
 
     @property
     def shape(self) -> LayerShape:
         """What budgets are resolved with."""
-        return self._shape(self.store.num_kv_heads, self.store.entry_bytes, self.store.batch_size)
-
-    def _shape(self, num_kv_heads: int, entry_bytes: int, batch_size: int) -> LayerShape:
-        return LayerShape(self.index, self._depth, self._num_layers, num_kv_heads, entry_bytes, batch_size)
+        assert self._like is not None
+        return replace(self._like, batch_size=self.store.batch_size)
 
     def _settle(self, forward: Pending, rule: Rule, limits: list[tuple[int, ...]] | None) -> None:
         """Let the scorer observe a forward, and where something is over its limit, plan."""
@@ -306,7 +316,8 @@ class Layer:
             signals = self._observe(rule, signals)
         if limits is None:
             return
-        plan = rule.plan(signals, limits)
+        plan = rule.plan(signals, limits, self.shape)
+        self._acted = self.columns_fed
         self.events.plans += 1
         self.events.overruns += rule.overruns(limits)
         self.events.nan_scores = self.events.nan_scores + plan.nan_scores
@@ -319,8 +330,9 @@ class Layer:
         protected = rule.protected(position, valid, self.seen, limits) if limits else ~valid
         keys = store.keys() if limits and "keys" in rule.scorer.needs else None
         return Signals(
-            self.index, forward.step, position, valid, protected, columns, queries, forward.mass, keys, store.tier()
-        )
+            self.index, forward.step, position, valid, protected, columns, queries, forward.mass, keys, store.tier(),
+            store.dormant() if limits else None,
+        )  # fmt: skip
 
     def _observe(self, rule: Rule, signals: Signals) -> Signals:
         """Update the columns by a forward and return the signals with them."""
@@ -386,6 +398,7 @@ class Layer:
                 q[:, : max(0, q.shape[1] - less)] for q, less in zip(pending.queries, gone, strict=False)
             ]
         self.fed.crop(count)
+        self._acted = None if self._acted is None else min(self._acted, self.columns_fed)
         position, valid = self.store.column("position"), self.store.valid()
         end = torch.tensor(self.seen, device=position.device)[:, None, None]
         self._drop(~(valid & (position < end)))

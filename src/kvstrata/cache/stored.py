@@ -34,7 +34,7 @@ def attend_stored(
         return known, mass_of(store, queries, softmax, reduction) if reduction else None
     split = len(set(tokens)) > 1 or tokens[0] < q.shape[2]
     fresh = store.take_unwritten()
-    if store.kernels in ("native", "triton") and q.shape[2] <= MOST_ROWS and own is None:
+    if store.paged and q.shape[2] <= MOST_ROWS and own is None:
         return attend_pages(
             q,
             store.pages(),

@@ -35,6 +35,8 @@ def native_module() -> Any:
 
 def native_serves(format: Format, device: torch.device) -> bool:
     """Whether native kernels can work on such pages."""
+    if format.codec is not None and not format.codec.plain:
+        return False
     step = 8 if format.codec is None else 16
     fits = format.k_dim % step == 0 and format.v_dim % step == 0 and format.dtype in _DTYPES
     return fits and device.type == "cpu" and native_module() is not None
@@ -69,19 +71,19 @@ def has_triton() -> bool:
 
 def native_arena(kernels: Implementation, format: Format) -> Any:
     """The native twin of an arena of such pages, or None where other kernels serve."""
-    if kernels != "native":
-        return None
     codec = format.codec
+    if kernels != "native" or (codec is not None and not codec.plain):
+        return None
     record = codec and (codec.k_bits, codec.v_bits, codec.symmetric, codec.v_axis == "token", codec.window)
     return native_module().Arena(_DTYPES[format.dtype], record, format.k_dim, format.v_dim)
 
 
 def with_twin(kernels: Implementation, arena: Any, pages: Pages) -> Pages:
     """Pages with what compiled kernels know them by; `arena` is the native twin of theirs."""
-    if kernels == "native":
+    if kernels == "native" and arena is not None:
         fills = {} if pages.fills is None else {"fills": pages.fills}
         return replace(pages, twin=native_module().Pages(arena, pages.table, pages.lengths, **fills))
-    if kernels == "triton":
+    if kernels == "triton" and (pages.format.codec is None or pages.format.codec.plain):
         from kvstrata.kernels.attention import triton
 
         return replace(pages, twin=triton.addresses(pages))

@@ -5,7 +5,8 @@ A page of an exact tier holds k [64, D] and v [64, Dv] in the cache's dtype. A p
     k      codes of keys, unsigned (signed ones biased by +128), as [D/4][64][4]: four channels of a slot together
     v      codes of values, as [16][Dv/16][16][4]: four slots of a channel together; int8, or unsigned where asymmetric
     grid   symmetric: k scale [D], v scale [Dv], fp32
-           else, in the cache's dtype: k scale [64/window, D], k zero [64/window, D], v scale [64], v zero [64]
+           else, in the cache's dtype: k scale [64/window, D], k zero [64/window, D], v scale [64], v zero [64],
+           keys' grids being [64] where they are per token
 
 Codes of 4 and 2 bits lie 2 and 4 to a byte, lowest bits first: along the first axis of the layouts above, which so
 becomes [D/8] and [D/16], [8] and [4]. Slots past a length hold no meaning, NaN included.
@@ -52,7 +53,26 @@ class Format:
             return 0
         if self.codec.symmetric:
             return self.k_dim + self.v_dim
-        return 2 * (PAGE // self.codec.window) * self.k_dim + 2 * PAGE
+        keys = PAGE if self.codec.k_axis == "token" else PAGE // self.codec.window * self.k_dim
+        return 2 * keys + 2 * PAGE
+
+    @property
+    def entry_bytes(self) -> int:
+        """Bytes of one slot's key and value, without grids."""
+        return (prod(self.k_shape) + prod(self.v_shape)) * self.payload_dtype.itemsize // PAGE
+
+    @property
+    def frame_numbers(self) -> int:
+        """Numbers, fp32, that the pages of a row and head share: a running grid, or a mean key."""
+        assert self.codec is not None
+        return self.grid_numbers if self.codec.running else self.k_dim * self.codec.rotated
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes of the entries that are coded together, with the grid that is theirs alone."""
+        assert self.codec is not None
+        units = PAGE // self.codec.unit
+        return self.codec.unit * self.entry_bytes + (0 if self.codec.running else self.grid_bytes // units)
 
     @property
     def payload_dtype(self) -> torch.dtype:
@@ -82,6 +102,29 @@ class Block(NamedTuple):
     k: Tensor
     v: Tensor
     grid: Tensor
+
+
+def block_of(blocks: Sequence[Block], page: int) -> Block:
+    """The block that a page lies in."""
+    return next(block for block in blocks if block.first <= page < block.first + block.k.shape[0])
+
+
+def read_pages(blocks: Sequence[Block], pages: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Copies of what one page or more hold: k [n, ...], v and grid, as a `Block` has them."""
+    found = [(block := block_of(blocks, page), page - block.first) for page in pages]
+    return (
+        torch.stack([block.k[i] for block, i in found]),
+        torch.stack([block.v[i] for block, i in found]),
+        torch.stack([block.grid[i] for block, i in found]),
+    )
+
+
+def write_pages(blocks: Sequence[Block], pages: Sequence[int], k: Tensor, v: Tensor, grid: Tensor) -> None:
+    """Fill these pages with what `read_pages` gives."""
+    for i, page in enumerate(pages):
+        block = block_of(blocks, page)
+        at = page - block.first
+        block.k[at], block.v[at], block.grid[at] = k[i], v[i], grid[i]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

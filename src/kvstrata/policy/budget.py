@@ -137,6 +137,26 @@ class Share(_Flat):
 
 
 @dataclass(frozen=True, slots=True)
+class Everything(_Flat):
+    """All tokens, whatever budget is asked for: of policies that only code."""
+
+    def limits(self, seen: int, confidence: float, shape: LayerShape) -> tuple[int, ...]:
+        """All that were seen."""
+        return (max(1, seen),)
+
+    def around(self, mean: Budget) -> Everything:
+        """Itself."""
+        return self
+
+    def scaled(self, factor: Fraction) -> Everything:
+        """Itself."""
+        return self
+
+    def __str__(self) -> str:
+        return "all"
+
+
+@dataclass(frozen=True, slots=True)
 class ByteBudget(_Flat):
     """Live bytes, columns included: per sequence over all compressed layers, per sequence and layer, or per cache."""
 

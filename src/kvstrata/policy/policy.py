@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from kvstrata.core import PHASES, Column, LayerShape, Phase, Plan, Signals, SpecError
-from kvstrata.policy.budget import Budget, HeadTokens, Share
+from kvstrata.core import PHASES, Column, LayerShape, Phase, Plan, Signals, SpecError, Tier
+from kvstrata.kernels.pages import PAGE
+from kvstrata.policy.budget import Budget, Everything, HeadTokens
 from kvstrata.policy.granularity import Token
 from kvstrata.policy.protect import Protect
 from kvstrata.policy.scorers import Scorer
 from kvstrata.policy.scorers.recency import Recency
 from kvstrata.policy.select import select
-from kvstrata.policy.tiering import ByAge, Native
-from kvstrata.policy.trigger import OnOverflow
+from kvstrata.policy.tiering import ByAge, Coding, Native, Room, Tiering
+from kvstrata.policy.trigger import Every, OnOverflow
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,8 @@ class Rule:
     scorer: Scorer
     budget: Budget
     granularity: Token = Token()
-    tiers: Native | ByAge = Native()
-    trigger: OnOverflow = OnOverflow()
+    tiers: Tiering = Native()
+    trigger: OnOverflow | Every = OnOverflow()
     protect: Protect = Protect()
 
     def __post_init__(self) -> None:
@@ -42,6 +42,14 @@ class Rule:
                     f"sinks={sinks} and recent={recent} protect {sinks + recent} tokens, more than budget={cap}: "
                     "raise the budget or protect fewer"
                 )
+        coding = self.tiers.coding
+        codec = coding and coding.record
+        apart = codec and not self.tiers.ranks and codec.unit > 1 and not (codec.unit == PAGE and codec.plain)
+        if coding and apart and not isinstance(self.budget, Everything):
+            raise SpecError(
+                f"group={coding.group} and key_space={coding.key_space} code entries that are only dropped together: "
+                "use them with a policy that keeps everything or routes windows, or leave them out"
+            )
 
     def around(self, budget: Budget) -> Rule:
         """The same rule with `budget` on average."""
@@ -49,8 +57,11 @@ class Rule:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Every optional signal read: "mass", "keys", "logits", "processed-logits"."""
-        return self.scorer.needs | self.budget.needs | ({"mass"} if self.scorer.mass else frozenset())
+        """Every optional signal read: "mass", "keys", "logits", "processed-logits"; "rotary" to code keys before it."""
+        coding = self.tiers.coding
+        own = {"mass"} if self.scorer.mass else set[str]()
+        own |= {"rotary"} if coding and coding.key_space == "pre" else set[str]()
+        return self.scorer.needs | self.budget.needs | own
 
     @property
     def at_step_end(self) -> bool:
@@ -62,12 +73,18 @@ class Rule:
         sure = confidence or [0.0] * len(seen)
         return [self.budget.limits(tokens, c, shape) for tokens, c in zip(seen, sure, strict=True)]
 
-    def plan(self, signals: Signals, limits: list[tuple[int, ...]]) -> Plan:
+    def plan(self, signals: Signals, limits: list[tuple[int, ...]], shape: LayerShape) -> Plan:
         """Score, select and assign tiers. Pure; `signals.protected` must come from `protected`."""
         z = self.scorer.score(signals)
         heads = signals.position.shape[1]
         if z.shape[1] > heads or (heads > 1 and self._heads_agree(signals.position)):
             z = z.mean(dim=1, keepdim=True)
+        if self.tiers.ranks:
+            return Plan(self.tiers.route(z, signals, self._room(limits, shape, z.device)), _nans(z, signals))
+        return Plan(self.tiers.assign(self._keep(z, signals, limits), signals), _nans(z, signals))
+
+    def _keep(self, z: Tensor, signals: Signals, limits: list[tuple[int, ...]]) -> Tensor:
+        """Which entries [B, 1|H, N] stay."""
         shape = signals.position.shape
         protected, valid = signals.protected.expand(shape), signals.valid.expand(shape)
         pooled = self.granularity.heads == "pooled"
@@ -78,8 +95,13 @@ class Rule:
             if pooled:
                 stored, full = stored.sum(dim=1, keepdim=True), full.sum(dim=1, keepdim=True)
             cap = torch.where(stored > full, target, cap)
-        keep = select(z.expand(shape), signals.position, cap, protected, valid, pooled)
-        return Plan(self.tiers.assign(keep, signals), (z.isnan() & signals.valid).sum())
+        return select(z.expand(shape), signals.position, cap, protected, valid, pooled)
+
+    def _room(self, limits: list[tuple[int, ...]], shape: LayerShape, device: torch.device) -> Room:
+        """The bytes that `limits` tokens take in an uncompressed cache."""
+        bounds = torch.tensor([[self.protect.resolve(cap) for cap in caps] for caps in limits], device=device)
+        total = torch.tensor(limits, dtype=torch.float64, device=device) * shape.token_bytes - shape.frame_bytes
+        return Room(total, shape.entry_bytes, shape.unit_bytes, bounds[..., 0], bounds[..., 1])
 
     def _heads_agree(self, position: Tensor) -> bool:
         """Whether heads that may differ hold the same tokens, of which a shared rule then makes one choice."""
@@ -101,6 +123,10 @@ class Rule:
         oldest = [[tokens - r for _, r in row] for tokens, row in zip(seen, bounds, strict=True)]
         recent = torch.tensor(oldest, device=position.device)[..., None]
         return ((position < sinks) | (position >= recent)) & valid
+
+
+def _nans(z: Tensor, signals: Signals) -> Tensor:
+    return (z.isnan() & signals.valid).sum()
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +182,17 @@ class Policy:
         found = [column for rule in self.rules(layer).values() if rule for column in rule.scorer.columns]
         return tuple(dict.fromkeys(found))
 
+    def codings(self, layer: int) -> dict[Tier, Coding]:
+        """How entries of each coded tier of a layer are coded. Raises `SpecError` where two rules disagree."""
+        found: dict[Tier, Coding] = {}
+        for rule in self.rules(layer).values():
+            coding = rule.tiers.coding if rule else None
+            if coding and found.setdefault(coding.tier, coding) != coding:
+                raise SpecError(
+                    f"layer {layer}: prefill and decode code {coding.tier.name} in two ways: make them agree"
+                )
+        return found
+
     def per_head(self, layer: int) -> bool:
         """Whether heads of the layer may hold different tokens."""
         return any(rule.granularity.per_head for rule in self.rules(layer).values() if rule)
@@ -195,7 +232,7 @@ class Policy:
 
     def with_tiers(self, tiers: ByAge) -> Policy:
         """The same policy with entries in coded tiers; a phase that keeps everything does so in them."""
-        keep_all = Rule(Recency(), Share(Fraction(1)), tiers=tiers)
+        keep_all = Rule(Recency(), Everything(), tiers=tiers)
         table = tuple(replace(e, prefill=e.prefill or keep_all, decode=e.decode or keep_all) for e in self.table)
         return replace(self, table=table).map_rules(lambda rule: replace(rule, tiers=tiers))
 

@@ -7,25 +7,32 @@ The only place with papers' numbers. Protected parts scale with the budget unles
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 from typing import Literal
 
 from kvstrata.core import SpecError
+from kvstrata.kernels.codec import KeySpace
 from kvstrata.policy.allocation import ByConfidence, Falling, Pyramid
-from kvstrata.policy.budget import Budget, Share, Tokens
+from kvstrata.policy.budget import Budget, Everything, Share, Tokens
 from kvstrata.policy.granularity import Token
 from kvstrata.policy.policy import Policy, Rule
 from kvstrata.policy.protect import FOUR_SINKS, Protect, half
+from kvstrata.policy.routing import Recoverable
 from kvstrata.policy.scorers.attention import AccumulatedMass, DecayedMass, Persistence, WindowMass
 from kvstrata.policy.scorers.combine import Mix, Part
 from kvstrata.policy.scorers.keys import KeyDiff, KeyNorm
 from kvstrata.policy.scorers.recency import Random, Recency
+from kvstrata.policy.tiering import ByAge, CodecName, Coding, Tiering
+from kvstrata.policy.trigger import Every
 from kvstrata.registry import Registry
+
+ScaleMode = Literal["running", "block"]
 
 PRESETS: Registry[Callable[..., Policy]] = Registry("policy")
 
 SHARED, EACH = Token("shared"), Token("each")
-QUARTER = Share(Fraction(1, 4))
+QUARTER, TENTH, HALF = Share(Fraction(1, 4)), Share(Fraction(1, 10)), Fraction(1, 2)
 TIGHT, LOOSE = Tokens(128), Tokens(256)
 NEWEST_32 = Protect(recent=half(32))
 
@@ -145,17 +152,21 @@ def confkv(
     tau: float = 0.7,
     alpha: float = 0.65,
     decay: float = 0.9,
+    window: int = 128,
+    scale_mode: ScaleMode = "running",
     sinks: int | None = None,
     recent: int | None = None,
     room: int = 1,
     signal_logits: Literal["raw", "processed"] = "raw",
 ) -> Policy:
-    """Keep fewer tokens while the model is sure of its next one (CONF-KV, arXiv:2605.24786), all exact so far.
+    """Keep fewer tokens while the model is sure of its next one (CONF-KV, arXiv:2605.24786); older ones in INT8.
 
-    Constants of the WikiText runs: 128 and 256 tokens, the newest 32 protected. `budget` asks for a mean instead.
+    Constants of the WikiText runs: 128 and 256 tokens, the newest 32 protected, entries of the last `window` positions
+    exact. `budget` asks for a mean instead.
     """
     levels = _levels(high, low, budget, tau, signal_logits)
-    return _both("confkv", _ema_and_recency(alpha, decay, levels, budget), room, sinks, recent)
+    rule = _ema_and_recency(alpha, decay, levels, budget, _int8(scale_mode, window))
+    return _both("confkv", rule, room, sinks, recent)
 
 
 @PRESETS.add("confkv-l")
@@ -168,6 +179,8 @@ def confkv_l(
     decay: float = 0.9,
     beta: float = 0.5,
     at_least: int = 96,
+    window: int = 128,
+    scale_mode: ScaleMode = "running",
     sinks: int | None = None,
     recent: int | None = None,
     room: int = 1,
@@ -175,7 +188,8 @@ def confkv_l(
 ) -> Policy:
     """CONF-KV with budgets that fall over depth: N * beta^(l / L), never under `at_least` (CONF-KV-L)."""
     levels = Falling(_levels(high, low, budget, tau, signal_logits), beta, at_least)
-    return _both("confkv-l", _ema_and_recency(alpha, decay, levels, budget), room, sinks, recent)
+    rule = _ema_and_recency(alpha, decay, levels, budget, _int8(scale_mode, window))
+    return _both("confkv-l", rule, room, sinks, recent)
 
 
 def _levels(
@@ -186,10 +200,104 @@ def _levels(
     return ByConfidence(high or TIGHT, low or LOOSE, tau, signal)
 
 
-def _ema_and_recency(alpha: float, decay: float, levels: Budget, mean: Budget | None) -> Rule:
+def _int8(scale_mode: ScaleMode, window: int) -> Tiering:
+    """INT8 behind the newest `window` positions, entry by entry under one growing grid, or page by page."""
+    if window == 0:
+        raise SpecError("window=0: the newest token is always exact, so give 1 or more")
+    if scale_mode == "running":
+        return ByAge(Coding("int8-running"), window)
+    return ByAge(Coding("int8"), window)
+
+
+def _ema_and_recency(alpha: float, decay: float, levels: Budget, mean: Budget | None, tiers: Tiering) -> Rule:
     """CONF-KV's rule; `mean` rescales the levels."""
     if not 0 <= alpha <= 1:
         raise SpecError(f"alpha={alpha}: give a weight between 0 and 1")
     scorer = Mix((Part(alpha, DecayedMass(decay)), Part(1 - alpha, Recency())))
-    rule = Rule(scorer, levels, SHARED, protect=NEWEST_32)
+    rule = Rule(scorer, levels, SHARED, tiers, protect=NEWEST_32)
     return rule if mean is None else rule.around(mean)
+
+
+@PRESETS.add("qevict")
+def qevict(
+    budget: Budget = TENTH,
+    split: Fraction = HALF,
+    window: int = 8,
+    every: int = 8,
+    code: CodecName = "int2",
+    keys: KeySpace = "post",
+    decay: float = 1.0,
+    per_query: bool = False,
+    margin: float = 0.0,
+    admit: bool = False,
+    heads: Literal["shared", "each"] = "shared",
+    sinks: int = 5,
+    recent: int = 32,
+) -> Policy:
+    """Windows of tokens move between exact, INT2 and dropped by accumulated attention, under a byte budget (QEvict).
+
+    Window, interval, sinks and newest tokens as published; `split`, the coded part of what windows may take, is not.
+    A window is coded once; what is coded or asleep is charged. `window` tokens share a grid of keys.
+    """
+    group = min(window, 64) if code in ("int4", "int2") else 64
+    tiers = Recoverable(Coding(code, group, keys), split, window, every, margin, admit)
+    scorer = AccumulatedMass(decay, per_query)
+    protect = Protect(sinks, -(-recent // window) * window)
+    rule = Rule(scorer, budget, Token(heads), tiers, Every(every), protect)
+    return Policy.everywhere("qevict", rule, rule)
+
+
+@PRESETS.add("qevict-w32")
+def qevict_w32(budget: Budget = TENTH, split: Fraction = HALF, heads: Literal["shared", "each"] = "shared") -> Policy:
+    """QEvict with windows of 32 tokens, whose INT2 really takes 2.6 bits a number at head_dim 128 (w=8: 4.1)."""
+    return replace(qevict(budget, split, window=32, heads=heads), name="qevict-w32")
+
+
+def _coded(name: CodecName, label: str, exact: int, group: int = 64, at_once: int = 1) -> Policy:
+    rule = Rule(Recency(), Everything(), tiers=ByAge(Coding(name, group), exact, at_once))
+    return Policy.everywhere(label, rule, rule)
+
+
+@PRESETS.add("int8")
+def int8(exact: int = 128) -> Policy:
+    """Keep everything; what is older than `exact` tokens in INT8, a page of 64 at a time."""
+    return _coded("int8", "int8", exact)
+
+
+@PRESETS.add("int4")
+def int4(exact: int = 128) -> Policy:
+    """Keep everything; what is older in INT4: keys by channel over 64 tokens, values by token."""
+    return _coded("int4", "int4", exact)
+
+
+@PRESETS.add("int2")
+def int2(exact: int = 128) -> Policy:
+    """Keep everything; what is older in INT2: keys by channel over 64 tokens, values by token."""
+    return _coded("int2", "int2", exact)
+
+
+@PRESETS.add("kivi")
+def kivi(exact: int = 128) -> Policy:
+    """Keep everything; what is older in INT2, keys by channel over 32 tokens (KIVI, arXiv:2402.02750, section 3).
+
+    Values are grouped over all channels of a head, not over 32 of them.
+    """
+    return _coded("int2", "kivi", exact, group=32)
+
+
+@PRESETS.add("rot4")
+def rot4(exact: int = 128) -> Policy:
+    """Keep everything; what is older in 4 bits, turned by a Hadamard matrix, with a grid for every token."""
+    return _coded("rot4", "rot4", exact, at_once=16)
+
+
+@PRESETS.add("k4v2")
+def k4v2(exact: int = 128) -> Policy:
+    """Keep everything; what is older turned by a Hadamard matrix, keys in 4 bits and values in 2."""
+    return _coded("k4v2", "k4v2", exact, at_once=16)
+
+
+@PRESETS.add("k2v2")
+def k2v2(exact: int = 128) -> Policy:
+    """Keep everything; what is older turned by a Hadamard matrix, keys and values in 2 bits."""
+    return _coded("k2v2", "k2v2", exact, at_once=16)

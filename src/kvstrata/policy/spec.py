@@ -1,7 +1,7 @@
 """Policies as text and as YAML files, both strict: an unknown key is an error that names the nearest valid one.
 
-Text: `h2o:budget=256,recent=64`. `codec=int8` (int4, int2) codes what is older than the newest `exact=128` tokens,
-under any preset. A file holds either one preset,
+Text: `h2o:budget=256,recent=64`. `codec=int8` (int4, int2, rot4, ...) codes what is older than the newest `exact=128`
+tokens, under any preset. A file holds either one preset,
 
     policy: h2o
     budget: 25%
@@ -21,6 +21,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args, get_type_hints
@@ -29,6 +30,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from kvstrata.core import PHASES, Phase, SpecError
+from kvstrata.kernels.pages import PAGE
 from kvstrata.policy.budget import Budget, parse_budget
 from kvstrata.policy.granularity import Token
 from kvstrata.policy.policy import LayerRange, Policy, Rule
@@ -36,7 +38,7 @@ from kvstrata.policy.presets import PRESETS
 from kvstrata.policy.protect import Protect
 from kvstrata.policy.scorers import SCORERS, Scorer
 from kvstrata.policy.scorers.combine import Part
-from kvstrata.policy.tiering import ByAge, Native
+from kvstrata.policy.tiering import ByAge, Coding, Native
 from kvstrata.policy.trigger import OnOverflow
 from kvstrata.registry import unknown
 
@@ -109,22 +111,33 @@ def read_policy(path: Path) -> Policy:
     return Policy(str(table.get("name", path.stem)), tuple(_row(str(key), value) for key, value in rows.items()))
 
 
-TIERING = ("codec", "exact")  # options of every preset and rule
+TIERING = ("codec", "exact", "group", "key_space")  # options of every preset and rule
 
 
 def _preset(name: str, options: Table) -> Policy:
     make, where = PRESETS[name], f"policy {name!r}"
-    _only(options, (*inspect.signature(make).parameters, *TIERING), where)
-    policy = _build(where, make, {key: value for key, value in options.items() if key not in TIERING})
-    tiers = _tiers(options, where)
+    own = tuple(inspect.signature(make).parameters)
+    _only(options, (*own, *TIERING), where)
+    beside = {key: value for key, value in options.items() if key not in own}
+    policy = _build(where, make, {key: value for key, value in options.items() if key in own})
+    tiers = _tiers(beside, where)
     return policy.with_tiers(tiers) if isinstance(tiers, ByAge) else policy
 
 
 def _tiers(options: Table, where: str) -> Native | ByAge:
     given = {key: options[key] for key in TIERING if key in options}
     if given and "codec" not in given:
-        raise SpecError(f"{where}: exact={given['exact']} needs a codec for what is older: add codec=int8")
-    return _build(where, ByAge, given) if given else Native()
+        key, value = next(iter(given.items()))
+        raise SpecError(f"{where}: {key}={value} needs a codec for what is older: add codec=int8")
+    if not given:
+        return Native()
+    exact = {"exact": given.pop("exact")} if "exact" in given else {}
+    coding = _build(where, Coding, given)
+    return _build(where, partial(_aged, coding), exact)
+
+
+def _aged(coding: Coding, exact: int = 128) -> ByAge:
+    return ByAge(coding, exact, at_once=PAGE)
 
 
 def _row(layers: str, value: object) -> LayerRange:

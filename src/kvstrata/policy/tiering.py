@@ -2,52 +2,161 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from kvstrata.core import Signals, SpecError, Tier
+from kvstrata.kernels.codec import INT2, INT4, INT8, INT8_RUNNING, K2V2, K4V2, ROT4, Codec, KeySpace
 
-CodecName = Literal["int8", "int4", "int2"]
-AT_ONCE = 64  # entries that are coded together: a page
+CodecName = Literal["int8", "int8-running", "int4", "int2", "rot4", "k4v2", "k2v2"]
+CODECS: Mapping[str, tuple[Tier, Codec]] = {
+    "int8": (Tier.INT8, INT8),
+    "int8-running": (Tier.INT8, INT8_RUNNING),
+    "int4": (Tier.INT4, INT4),
+    "int2": (Tier.INT2, INT2),
+    "rot4": (Tier.INT4, ROT4),
+    "k4v2": (Tier.INT4, K4V2),
+    "k2v2": (Tier.INT2, K2V2),
+}
+GROUPED = ("int4", "int2")  # whose keys have a grid per channel and group
+
+
+@dataclass(frozen=True, slots=True)
+class Coding:
+    """A codec as a policy asks for it: `group` entries share a grid of keys, which are coded after or before rotary."""
+
+    codec: CodecName = "int8"
+    group: int = 64
+    key_space: KeySpace = "post"
+
+    def __post_init__(self) -> None:
+        if self.group not in (4, 8, 16, 32, 64):
+            raise SpecError(f"group={self.group}: give 4, 8, 16, 32 or 64 entries")
+        if self.group != 64 and self.codec not in GROUPED:
+            raise SpecError(f"group={self.group} is for {' and '.join(GROUPED)}: leave it out with codec={self.codec}")
+        if self.key_space == "pre" and self.codec.startswith("int8"):
+            raise SpecError(f"key_space=pre is for 4 and 2 bits: leave it out with codec={self.codec}")
+
+    @property
+    def tier(self) -> Tier:
+        """Where entries so coded live."""
+        return CODECS[self.codec][0]
+
+    @property
+    def record(self) -> Codec:
+        """What the kernels know it by."""
+        codec = CODECS[self.codec][1]
+        if (self.group, self.key_space) == (64, "post"):
+            return codec
+        return replace(codec, name=f"{codec.name}-{self.group}-{self.key_space}", window=self.group,
+                       key_space=self.key_space)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Room:
+    """Bytes that the entries of a layer may take, and what they take; all of the layer's heads together."""
+
+    total: Tensor  # [B, 1|H] float64
+    entry: int  # an exact entry, columns included
+    unit: int  # entries that are coded together, columns included
+    sinks: Tensor  # [B, 1|H] protected first tokens
+    recent: Tensor  # [B, 1|H] protected newest ones
+
+
+class Tiering(Protocol):
+    """What becomes of entries. `coding` is None where all that stay are exact."""
+
+    @property
+    def coding(self) -> Coding | None:
+        """How entries are coded."""
+        ...
+
+    @property
+    def ranks(self) -> bool:
+        """Whether it decides by scores itself what is dropped (`route`), instead of taking what was selected."""
+        ...
+
+    def due(self, exact: Sequence[Sequence[int]], position: Tensor) -> bool:
+        """Whether entries would change tiers, were nothing dropped.
+
+        exact [B][1|H] counts the exact ones; position [B, 1|H, n] is theirs, anything below 0 where none is.
+        """
+        ...
+
+    def assign(self, keep: Tensor, signals: Signals) -> Tensor:
+        """keep [B, 1|H, N] bool -> tier [B, 1|H, N] uint8."""
+        ...
+
+    def route(self, z: Tensor, signals: Signals, room: Room) -> Tensor:
+        """Scores z [B, 1|H, N] -> tier [B, 1|H, N] uint8."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Native:
     """Everything that is kept stays exact."""
 
-    def due(self, exact: Sequence[Sequence[int]]) -> bool:
-        """Whether entries would change tiers, were nothing dropped; exact [B][1|H] counts the exact ones."""
+    ranks = False
+    coding = None
+
+    def due(self, exact: Sequence[Sequence[int]], position: Tensor) -> bool:
+        """Never."""
         return False
 
     def assign(self, keep: Tensor, signals: Signals) -> Tensor:
-        """keep [B, 1|H, N] bool -> tier [B, 1|H, N] uint8."""
+        """Exact, or dropped."""
         return keep.to(torch.uint8) * int(Tier.EXACT)
+
+    def route(self, z: Tensor, signals: Signals, room: Room) -> Tensor:
+        """Not its way."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
 class ByAge:
-    """The newest `exact` tokens stay exact; older entries are coded, the oldest 64 at a time, and stay so."""
+    """The newest `exact` tokens stay exact; older entries are coded, the oldest first, and stay so.
 
-    codec: CodecName = "int8"
+    `at_once` are coded together, or a whole group where that is more.
+    """
+
+    coding: Coding = Coding()
     exact: int = 128
+    at_once: int = 1
+    ranks = False
 
     def __post_init__(self) -> None:
         if self.exact < 0:
             raise SpecError(f"exact={self.exact}: give 0 or more")
+        if self.at_once < 1:
+            raise SpecError(f"at_once={self.at_once}: give 1 or more")
 
-    def due(self, exact: Sequence[Sequence[int]]) -> bool:
-        """Whether some row and head has enough older entries for a page, whichever they are."""
-        return any(count >= self.exact + AT_ONCE for row in exact for count in row)
+    @property
+    def step(self) -> int:
+        """Entries that are coded together."""
+        unit = self.coding.record.unit
+        return -(-self.at_once // unit) * unit
+
+    def due(self, exact: Sequence[Sequence[int]], position: Tensor) -> bool:
+        """Whether some row and head has enough older entries, whichever they are."""
+        if all(count < self.step for row in exact for count in row):
+            return False
+        newest = position.amax(dim=(1, 2), keepdim=True)
+        old = (position >= 0) & (position <= newest - self.exact)
+        return bool((old.sum(dim=-1) >= self.step).any())
 
     def assign(self, keep: Tensor, signals: Signals) -> Tensor:
-        """keep [B, 1|H, N] bool -> tier [B, 1|H, N] uint8."""
+        """Older entries in whole steps."""
         now = torch.full_like(keep, int(Tier.EXACT), dtype=torch.uint8) if signals.tier is None else signals.tier
         newest = signals.position.masked_fill(~signals.valid, -1).amax(dim=(1, 2), keepdim=True)
         old = keep & signals.valid & (now == Tier.EXACT) & (signals.position <= newest - self.exact)
-        count = old.sum(dim=-1, keepdim=True) // AT_ONCE * AT_ONCE
+        count = old.sum(dim=-1, keepdim=True) // self.step * self.step
         rank = signals.position.masked_fill(~old, torch.iinfo(torch.int32).max).argsort(dim=-1).argsort(dim=-1)
-        return torch.where(rank < count, int(Tier[self.codec.upper()]), now) * keep
+        return torch.where(rank < count, int(self.coding.tier), now) * keep
+
+    def route(self, z: Tensor, signals: Signals, room: Room) -> Tensor:
+        """Not its way."""
+        raise NotImplementedError

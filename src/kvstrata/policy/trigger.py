@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from kvstrata.core import SpecError
 
@@ -24,3 +25,27 @@ class OnOverflow:
     def target(self, cap: int) -> int:
         """Entries to keep of a budget of `cap` when the rule acts."""
         return max(1, cap - self.room + 1)
+
+    def due(self, over: bool, since: int | None) -> bool:
+        """Whether to act: over tells that a limit is exceeded, since how many tokens came since the rule last acted."""
+        return over
+
+
+@dataclass(frozen=True, slots=True)
+class Every:
+    """At the end of a prompt, and then whenever `tokens` have come since the last time."""
+
+    tokens: int = 8
+    room: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1:
+            raise SpecError(f"every={self.tokens}: give at least one token")
+
+    def target(self, cap: int) -> int:
+        """The whole budget."""
+        return cap
+
+    def due(self, over: bool, since: int | None) -> bool:
+        """Whatever is stored."""
+        return since is None or since >= self.tokens

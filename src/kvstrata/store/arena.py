@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvstrata.kernels import dispatch
 from kvstrata.kernels.dispatch import Implementation
-from kvstrata.kernels.pages import Block, Format
+from kvstrata.kernels.pages import Block, Format, block_of, read_pages, write_pages
 from kvstrata.store.account import Account, Bytes
 
 GROWTH = 16  # a block made for few pages has a sixteenth of what there is, so that blocks stay few
@@ -93,25 +93,16 @@ class Arena:
 
     def read(self, pages: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Copies of what these pages hold: k [n, ...], v and grid, as a `Block` has them."""
-        found = [(self.block_of(page), page) for page in pages]
-        if not found:
-            f = self.format
-            shapes = [(f.k_shape, f.payload_dtype), (f.v_shape, f.payload_dtype), ((f.grid_numbers,), f.grid_dtype)]
-            k, v, grid = (torch.empty(0, *shape, dtype=dtype, device=self.device) for shape, dtype in shapes)
-            return k, v, grid
-        at = [(block, page - block.first) for block, page in found]
-        return (
-            torch.stack([block.k[i] for block, i in at]),
-            torch.stack([block.v[i] for block, i in at]),
-            torch.stack([block.grid[i] for block, i in at]),
-        )
+        if pages:
+            return read_pages(self.blocks, pages)
+        f = self.format
+        shapes = [(f.k_shape, f.payload_dtype), (f.v_shape, f.payload_dtype), ((f.grid_numbers,), f.grid_dtype)]
+        k, v, grid = (torch.empty(0, *shape, dtype=dtype, device=self.device) for shape, dtype in shapes)
+        return k, v, grid
 
     def write(self, pages: Sequence[int], k: Tensor, v: Tensor, grid: Tensor) -> None:
         """Fill these pages with what `read` gives."""
-        for i, page in enumerate(pages):
-            block = self.block_of(page)
-            at = page - block.first
-            block.k[at], block.v[at], block.grid[at] = k[i], v[i], grid[i]
+        write_pages(self.blocks, pages, k, v, grid)
 
     def copy_page(self, source: int, target: int) -> None:
         """Copy everything of one page to another."""
@@ -127,7 +118,7 @@ class Arena:
 
     def block_of(self, page: int) -> Block:
         """The block that a page lies in."""
-        return self.blocks[self._number(page)]
+        return block_of(self.blocks, page)
 
     def _number(self, page: int) -> int:
         """Which block a page lies in."""

@@ -1,13 +1,14 @@
-"""A coded tier of one layer: pages written once, from which entries may still be dropped."""
+"""Coded tiers of one layer: what they share, and the one whose pages have one grid each."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from kvstrata.core import Tier
 from kvstrata.kernels import dispatch, entries
 from kvstrata.kernels.codec import packing
 from kvstrata.kernels.pages import PAGE, Pages
@@ -18,19 +19,29 @@ from kvstrata.store.exact import ExactTier
 from kvstrata.store.table import PageTable
 
 
-class CodedTier:
-    """Whole pages under one codec for S segments in order (row, kv head); slot t lies in page t // 64.
+class Restored(NamedTuple):
+    """Entries that leave a coded tier as exact copies of their codes.
 
-    An entry is coded once. When some of a page are dropped the others move together inside it, since its grid is its
-    own: `fills` counts them, and a page without any is given back.
+    counts [B][1|H]; k [n, D] and v of all segments in order (row, kv head); columns {name: [n']} of (row, 1|head).
     """
 
-    def __init__(self, arena: Arena, columns: Columns, num_kv_heads: int) -> None:
+    counts: list[list[int]]
+    k: Tensor
+    v: Tensor
+    columns: dict[str, Tensor]
+
+
+class CodedTier:
+    """Pages under one codec for S segments in order (row, kv head); slot t of a segment lies in page t // 64.
+
+    Subclasses say which entries share a grid, and so how they come and go.
+    """
+
+    def __init__(self, tier: Tier, arena: Arena, columns: Columns, num_kv_heads: int) -> None:
         rows, heads = columns.shape
-        self.arena, self.columns = arena, columns
+        self.tier, self.arena, self.columns = tier, arena, columns
         self._served = num_kv_heads // heads  # kv heads that one segment of the columns serves
-        self.pages: list[list[int]] = [[] for _ in range(rows * num_kv_heads)]
-        self.fills: list[list[int]] = [[] for _ in range(rows * num_kv_heads)]
+        self.pages = [list[int]() for _ in range(rows * num_kv_heads)]
         self._view: Pages | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -39,25 +50,39 @@ class CodedTier:
     # -- size ---------------------------------------------------------------------------------------------------
 
     @property
-    def width(self) -> int:
-        """Slots of the longest segment, those of dropped entries included."""
-        return self.columns.room
+    def is_empty(self) -> bool:
+        """Whether nothing is stored."""
+        return not any(self.pages)
 
-    def lengths(self) -> list[int]:
-        """Entries of every segment."""
-        return [sum(fills) for fills in self.fills]
+    @property
+    def width(self) -> int:
+        """Slots of the longest segment, whole pages."""
+        raise NotImplementedError
+
+    def fills(self) -> list[list[int]]:
+        """Entries of every page that attention reads, by kv segment."""
+        raise NotImplementedError
+
+    def used(self) -> dict[int, int]:
+        """Slots in use of every page, its first ones; pages that rows share stand once."""
+        raise NotImplementedError
 
     def live_bytes(self) -> int:
-        """Codes of the entries, and grids; shared pages once."""
-        filled: dict[int, int] = {}
-        for pages, fills in zip(self.pages, self.fills, strict=True):
-            filled.update(zip(pages, fills, strict=True))
-        f = self.arena.format
-        return f.grid_bytes * len(filled) + sum(filled.values()) * (f.page_bytes - f.grid_bytes) // PAGE
+        """Codes of the entries and their grids; shared pages once."""
+        raise NotImplementedError
+
+    def lengths(self) -> list[int]:
+        """Entries of every kv segment."""
+        return [sum(fills) for fills in self.fills()]
+
+    @property
+    def beside_bytes(self) -> int:
+        """Bytes beside the pages: columns, and what a segment's pages share."""
+        return self.columns.nbytes
 
     def held_bytes(self) -> int:
-        """Pages, shared ones once, and columns."""
-        return len({page for pages in self.pages for page in pages}) * self.arena.page_bytes + self.columns.nbytes
+        """Pages, shared ones once, and what is beside them."""
+        return len({page for pages in self.pages for page in pages}) * self.arena.page_bytes + self.beside_bytes
 
     # -- reading ------------------------------------------------------------------------------------------------
 
@@ -69,39 +94,135 @@ class CodedTier:
     def view(self) -> Pages:
         """What kernels see; valid until something changes."""
         if self._view is None:
-            width = self.width // PAGE
-            rows = [pages + [0] * (width - len(pages)) for pages in self.pages]
+            width, fills = self.width // PAGE, self.fills()
+            used = [pages[: len(fill)] for pages, fill in zip(self.pages, fills, strict=True)]
+            rows = [pages + [0] * (width - len(pages)) for pages in used]
             device = self.arena.device
             table = torch.tensor(rows, dtype=torch.int32, device=device).view(len(rows), width)
-            lengths = torch.tensor([len(p) * PAGE for p in self.pages], dtype=torch.int32, device=device)
+            lengths = torch.tensor([len(p) * PAGE for p in used], dtype=torch.int32, device=device)
             view = Pages(self.arena.format, self.arena.blocks, table, lengths, fills=self._fill_tensor())
             self._view = dispatch.with_twin(self.arena.kernels, self.arena.native, view)
         return self._view
 
     def _fill_tensor(self) -> Tensor:
-        width = self.width // PAGE
-        rows = [fills + [0] * (width - len(fills)) for fills in self.fills]
+        width, every = self.width // PAGE, self.fills()
+        rows = [fills + [0] * (width - len(fills)) for fills in every]
         return torch.tensor(rows, dtype=torch.int32, device=self.columns.device).view(len(rows), width)
 
     def decoded(self, segment: int) -> tuple[Tensor, Tensor, Tensor]:
         """Keys [n, D] and values of one segment's entries as their codes give them, and their slots [n]."""
-        slots = [i * PAGE + j for i, n in enumerate(self.fills[segment]) for j in range(n)]
-        at, f = torch.tensor(slots, dtype=torch.long, device=self.arena.device), self.arena.format
-        k, v = packing.unpack(f, *self.arena.read(self.pages[segment]), native=self.arena.native)
-        return k.flatten(0, 1)[at].to(f.dtype), v.flatten(0, 1)[at].to(f.dtype), at
+        slots = [i * PAGE + j for i, n in enumerate(self.fills()[segment]) for j in range(n)]
+        at = torch.tensor(slots, dtype=torch.long, device=self.arena.device)
+        k, v = self._decode(segment, at)
+        return k, v, at
+
+    def _decode(self, segment: int, at: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys [n, D] and values of the slots `at` of a kv segment, in the cache's dtype."""
+        f, pages = self.arena.format, self.pages[segment]
+        which: list[int] = (at // PAGE).unique().tolist()
+        place = torch.zeros(len(pages) + 1, dtype=torch.long, device=at.device)
+        place[which] = torch.arange(len(which), device=at.device)
+        read = self.arena.read([pages[i] for i in which])
+        k, v = packing.unpack(f, *read, native=self.arena.native)
+        slot = place[at // PAGE] * PAGE + at % PAGE
+        k, v = self._plain(segment, at, k.flatten(0, 1)[slot], v.flatten(0, 1)[slot])
+        return k.to(f.dtype), v.to(f.dtype)
+
+    def _plain(self, segment: int, at: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """What was coded, as attention reads it: k and v [n, D] fp32 of the slots `at`."""
+        return k, v
 
     # -- change -------------------------------------------------------------------------------------------------
 
-    def take(self, exact: ExactTier, chosen: Tensor, account: Account) -> None:
+    def change(
+        self, fate: Tensor, exact: ExactTier, chosen: Tensor, stays: Tensor, account: Account
+    ) -> Restored | None:
+        """Give every slot its fate [B, 1|H, width], a `Tier`, and code the chosen exact entries [B, 1|H, n].
+
+        `stays` [B, 1|H, n] are the exact entries that will be so after the plan. Those chosen are still to be dropped
+        there, and what is returned is to be stored there. Raises `ValueError` where a tier cannot do it.
+        """
+        raise NotImplementedError
+
+    def select(self, segments: Sequence[int], rows: Tensor) -> None:
+        """Make segment i what segment segments[i] is now, sharing its pages; `rows` are the rows of that."""
+        before = self.pages
+        self.pages = [list(before[s]) for s in segments]
+        self.arena.share(page for pages in self.pages for page in pages)
+        self.arena.give(page for pages in before for page in pages)
+        self.columns.select_rows(rows)
+        self._view = None
+
+    def free(self) -> None:
+        """Give every page back."""
+        self.arena.give(page for pages in self.pages for page in pages)
+        self.pages, self._view = [], None
+
+    def _fit_columns(self) -> None:
+        room = max(map(len, self.pages), default=0) * PAGE
+        if self.columns.room != room:
+            self.columns.resize(room)
+
+
+def in_order(exact: ExactTier, chosen: Tensor) -> tuple[Tensor, list[int]]:
+    """Slots of the chosen exact entries [B, 1|H, n] by position, those first, and how many each (row, 1|head) has."""
+    position = exact.columns.data["position"][:, :, : exact.width]
+    order = position.masked_fill(~chosen, torch.iinfo(torch.int32).max).argsort(dim=-1)
+    return order, chosen.sum(dim=-1).flatten().tolist()
+
+
+class PageTier(CodedTier):
+    """Whole pages with one grid each, coded once.
+
+    When some entries of a page are dropped the others move together inside it, since its grid is its own, and a page
+    without any is given back.
+    """
+
+    def __init__(self, tier: Tier, arena: Arena, columns: Columns, num_kv_heads: int) -> None:
+        super().__init__(tier, arena, columns, num_kv_heads)
+        self._fills: list[list[int]] = [[] for _ in self.pages]
+        self.nonfinite = 0  # numbers that were infinite or NaN when they were coded
+
+    @property
+    def width(self) -> int:
+        """Slots of the longest segment, those of dropped entries included."""
+        return self.columns.room
+
+    def fills(self) -> list[list[int]]:
+        """Entries of every page."""
+        return self._fills
+
+    def used(self) -> dict[int, int]:
+        """Entries of every page."""
+        found: dict[int, int] = {}
+        for pages, fills in zip(self.pages, self._fills, strict=True):
+            found.update(zip(pages, fills, strict=True))
+        return found
+
+    def live_bytes(self) -> int:
+        """Codes of the entries, and grids; shared pages once."""
+        f, used = self.arena.format, self.used()
+        return f.grid_bytes * len(used) + sum(used.values()) * f.entry_bytes
+
+    def change(
+        self, fate: Tensor, exact: ExactTier, chosen: Tensor, stays: Tensor, account: Account
+    ) -> Restored | None:
+        """See `CodedTier.change`; entries are coded 64 at a time, and never become exact again."""
+        keep = fate != Tier.DROP
+        if not bool((keep | ~self.valid()).all()):
+            self._drop(keep)
+        if bool(chosen.any()):
+            self._take(exact, chosen, account)
+        return None
+
+    def _take(self, exact: ExactTier, chosen: Tensor, account: Account) -> None:
         """Code the chosen exact entries [B, 1|H, n], by position 64 to a page; they are still to be dropped there.
 
         Raises `ValueError` unless every segment gives whole pages.
         """
-        counts: list[int] = chosen.sum(dim=-1).flatten().tolist()
+        order, counts = in_order(exact, chosen)
         if any(count % PAGE for count in counts):
             raise ValueError(f"entries are coded {PAGE} at a time in every row and head, not {max(counts)}")
-        position = exact.columns.data["position"][:, :, : exact.width]
-        order = position.masked_fill(~chosen, torch.iinfo(torch.int32).max).argsort(dim=-1)
         end = torch.tensor(counts, device=order.device).view(*chosen.shape[:2], 1)
         places = (torch.arange(exact.width, device=order.device) < end).nonzero()
         at = order[places.unbind(1)]
@@ -126,21 +247,17 @@ class CodedTier:
         taken = self.arena.take(sum(counts), together=False)
         self._write(taken, packed)
         source = iter(taken)
-        for pages, fills, count in zip(self.pages, self.fills, counts, strict=True):
+        for pages, fills, count in zip(self.pages, self._fills, counts, strict=True):
             pages += [next(source) for _ in range(count)]
             fills += [PAGE] * count
-        self._settle()
+        self.nonfinite += packed.nonfinite
+        self._view = None
+        self._fit_columns()
 
     def _write(self, pages: Sequence[int], packed: packing.Packed) -> None:
         self.arena.write(pages, packed.k, packed.v, packed.grid)
 
-    def _settle(self) -> None:
-        self._view = None
-        room = max(map(len, self.pages), default=0) * PAGE
-        if self.columns.room != room:
-            self.columns.resize(room)
-
-    def drop(self, keep: Tensor) -> None:
+    def _drop(self, keep: Tensor) -> None:
         """Drop every entry whose keep [B, 1|H, width] is False."""
         keep = keep & self.valid()
         by_page = keep.unflatten(2, (-1, PAGE))  # [B, 1|H, P, 64]
@@ -148,14 +265,14 @@ class CodedTier:
         left = by_page.sum(dim=-1)
         outside = (left == 0).to(torch.uint8).argsort(dim=-1, stable=True)  # pages with survivors first
         fills: list[list[int]] = left.flatten(0, 1).repeat_interleave(self._served, dim=0).tolist()
-        for s, (pages, before, after) in enumerate(zip(self.pages, self.fills, fills, strict=True)):
+        for s, (pages, before, after) in enumerate(zip(self.pages, self._fills, fills, strict=True)):
             for place, page in enumerate(pages):
                 if 0 < after[place] < before[place]:
                     order = inside.flatten(0, 1)[s // self._served, place]
                     pages[place] = self._shuffle(page, order)
             stays = [place for place in range(len(pages)) if after[place]]
             self.arena.give(page for place, page in enumerate(pages) if not after[place])
-            self.pages[s], self.fills[s] = [pages[i] for i in stays], [after[i] for i in stays]
+            self.pages[s], self._fills[s] = [pages[i] for i in stays], [after[i] for i in stays]
         self._view = None
         slots = outside[..., None] * PAGE + inside.gather(2, outside[..., None].expand(-1, -1, -1, PAGE))
         room = max(map(len, self.pages), default=0) * PAGE
@@ -171,16 +288,12 @@ class CodedTier:
         return moved
 
     def select(self, segments: Sequence[int], rows: Tensor) -> None:
-        """Make segment i what segment segments[i] is now, sharing its pages; `rows` are the rows of that."""
-        before = self.pages
-        self.pages = [list(before[s]) for s in segments]
-        self.fills = [list(self.fills[s]) for s in segments]
-        self.arena.share(page for pages in self.pages for page in pages)
-        self.arena.give(page for pages in before for page in pages)
-        self.columns.select_rows(rows)
-        self._settle()
+        """See `CodedTier.select`."""
+        super().select(segments, rows)
+        self._fills = [list(self._fills[s]) for s in segments]
+        self._fit_columns()
 
     def free(self) -> None:
         """Give every page back."""
-        self.arena.give(page for pages in self.pages for page in pages)
-        self.pages, self.fills, self._view = [], [], None
+        super().free()
+        self._fills = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -47,6 +47,11 @@ class ExactTier:
         """Pages, shared ones once, and columns."""
         return self.table.held_pages() * self.table.arena.page_bytes + self.columns.nbytes
 
+    @property
+    def beside_bytes(self) -> int:
+        """Bytes beside the pages: columns."""
+        return self.columns.nbytes
+
     def lengths(self) -> list[list[int]]:
         """Entries [B][1|H]."""
         step, flat = self._served, self.table.lengths
@@ -67,7 +72,13 @@ class ExactTier:
 
         Their keys and values are `unwritten` until `write`, or until attention writes them on its way.
         """
-        table, new = self.table, [n for n in tokens for _ in range(self.heads)]
+        self._make_room([n for n in tokens for _ in range(self.heads)])
+        self.columns.begin(self.lengths(), tokens, first, step)
+        self.unwritten = (k, v, tokens)
+
+    def _make_room(self, new: Sequence[int]) -> None:
+        """Count new[s] more entries for every segment, with pages for them."""
+        table = self.table
         grown = [n + more for n, more in zip(table.lengths, new, strict=True)]
         if not table.has_room(new):
             if table.together:
@@ -79,8 +90,24 @@ class ExactTier:
         self.table.view()  # whose lengths are those before
         self.table.resize(grown, written=True, keep_pages=True)
         self._fit_columns()
-        self.columns.begin(self.lengths(), tokens, first, step)
-        self.unwritten = (k, v, tokens)
+
+    def restore(self, counts: Sequence[Sequence[int]], k: Tensor, v: Tensor, columns: Mapping[str, Tensor]) -> None:
+        """Store entries that were coded: counts [B][1|H], k [n, D] and v of all segments, and their columns."""
+        table = self.table
+        new = [n for row in counts for n in row for _ in range(self._served)]
+        self._make_room(new)
+        padded = [x.new_zeros(len(new), 1, max(new), x.shape[-1]) for x in (k, v)]
+        last = torch.arange(max(new), device=k.device) >= max(new) - torch.tensor(new, device=k.device)[:, None]
+        for x, target in zip((k, v), padded, strict=True):
+            target[:, 0][last] = x
+        entries.append(table.view(), *padded, new)
+        end = torch.tensor(self.lengths(), device=self.columns.device)[..., None]
+        slot = torch.arange(self.columns.room, device=end.device)
+        places = (slot < end) & (slot >= end - torch.tensor(counts, device=end.device)[..., None])
+        for name, values in columns.items():
+            self.columns.data[name][places] = values
+        table.resize(table.lengths, keep_pages=True)
+        self._ordered = False
 
     def write(self, k: Tensor, v: Tensor, tokens: Sequence[int]) -> None:
         """Write the keys and values that `stage` was given."""

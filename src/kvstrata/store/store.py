@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,14 +10,18 @@ from torch import Tensor
 
 from kvstrata.core import POSITION, Column, Plan, Tier
 from kvstrata.kernels import dispatch, entries
-from kvstrata.kernels.codec import CODECS
+from kvstrata.kernels.codec import CODECS, Codec
+from kvstrata.kernels.codec.rotation import Rotary
 from kvstrata.kernels.dispatch import Implementation, KernelName
 from kvstrata.kernels.pages import PAGE, Format, Pages
 from kvstrata.store.account import Account, Bytes
 from kvstrata.store.arena import Arenas
-from kvstrata.store.coded import CodedTier
+from kvstrata.store.coded import CodedTier, PageTier, Restored
 from kvstrata.store.columns import Columns
 from kvstrata.store.exact import ExactTier, Unwritten
+from kvstrata.store.units import UnitTier
+
+DEFAULT_CODECS: Mapping[Tier, Codec] = {Tier[name.upper()]: codec for name, codec in CODECS.items()}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,7 +53,7 @@ class LayerStore:
     before a call that changes the store are invalid after it.
     """
 
-    _exact_tier, _coded_tier = ExactTier, CodedTier
+    _exact_tier, _page_tier, _unit_tier = ExactTier, PageTier, UnitTier
 
     def __init__(
         self,
@@ -59,7 +63,10 @@ class LayerStore:
         account: Account,
         arenas: Arenas | None = None,
         kernels: KernelName = "auto",
+        codecs: Mapping[Tier, Codec] = DEFAULT_CODECS,
+        rotary: Rotary | None = None,
     ) -> None:
+        self._codecs, self._rotary = codecs, rotary
         self.layer, self.per_head = layer, per_head
         self.columns = (POSITION, *(c for c in columns if c != POSITION))
         self._account = account
@@ -132,6 +139,11 @@ class LayerStore:
         """Entries stored exactly [B][1|H]."""
         return self._exact.lengths()
 
+    def exact_positions(self) -> Tensor:
+        """Positions [B, 1|H, n] of the exact entries, -1 where none is."""
+        position = self._exact.columns.data["position"][:, :, : self._exact.width]
+        return position if self._exact.table.uniform else position.masked_fill(~self._exact.valid(), -1)
+
     def tiers(self) -> dict[str, int]:
         """Entries by tier, over rows and the segments of each."""
         if self.exact is None:
@@ -150,15 +162,16 @@ class LayerStore:
         """Bytes of one token's key and value over all heads of the layer, as an uncompressed cache stores them."""
         return 0 if self.is_empty else self.num_kv_heads * self._exact.table.arena.page_bytes // PAGE
 
-    @property
-    def entry_bytes(self) -> int:
-        """Bytes of one exact entry over all heads of the layer, columns included."""
-        return self.token_bytes + self._column_bytes * self.segment_heads
-
-    def entry_bytes_of(self, k: Tensor, v: Tensor) -> int:
-        """What `entry_bytes` will be once k and v [B, H, Q, D] are stored."""
-        heads, slot = k.shape[1], (k.shape[-1] + v.shape[-1]) * k.element_size()
-        return heads * slot + self._column_bytes * (heads if self.per_head else 1)
+    def sizes_of(self, k: Tensor, v: Tensor) -> dict[str, int]:
+        """The sizes of a `LayerShape` once k and v [B, H, Q, D] are stored, over all heads of the layer."""
+        heads, token = k.shape[1], k.shape[1] * (k.shape[-1] + v.shape[-1]) * k.element_size()
+        columns = self._column_bytes * (heads if self.per_head else 1)
+        sizes = {"entry_bytes": token + columns, "token_bytes": token, "unit_bytes": 0, "frame_bytes": 0}
+        for codec in self._codecs.values():  # one, where they are asked for
+            form = Format(codec, k.dtype, k.shape[-1], v.shape[-1])
+            sizes["unit_bytes"] = heads * form.unit_bytes + codec.unit * columns
+            sizes["frame_bytes"] = heads * 4 * form.frame_numbers
+        return sizes
 
     @property
     def _exact(self) -> ExactTier:
@@ -176,10 +189,16 @@ class LayerStore:
         tiers = (self.exact, *self.coded.values())
         entries_stored = sum(map(sum, self.lengths()))
         live = sum(tier.live_bytes() for tier in tiers) + entries_stored * self._column_bytes
-        held, columns = sum(tier.held_bytes() for tier in tiers), sum(tier.columns.nbytes for tier in tiers)
+        held, columns = sum(tier.held_bytes() for tier in tiers), sum(tier.beside_bytes for tier in tiers)
         self._account.set(self.layer, Bytes(live, held, columns))
 
     # -- reading ------------------------------------------------------------------------------------------------
+
+    @property
+    def paged(self) -> bool:
+        """Whether compiled kernels can read every tier."""
+        codecs = (tier.arena.format.codec for tier in self.coded.values())
+        return self.kernels in ("native", "triton") and all(codec is None or codec.plain for codec in codecs)
 
     def pages(self) -> list[Pages]:
         """Every tier as kernels see it."""
@@ -252,7 +271,8 @@ class LayerStore:
         """One column as [B, 1|H, N] in dense order; zeros where no entry is. Not to be written to."""
         dense = self._exact.columns.data[name][:, :, : self._exact.width]
         if self.coded:
-            dense = torch.cat([dense, *(tier.columns.data[name] for tier in self.coded.values())], dim=-1)
+            coded = (tier.columns.data[name][:, :, : tier.width] for tier in self.coded.values())
+            dense = torch.cat([dense, *coded], dim=-1)
         return dense if self.uniform else dense.masked_fill(~self.valid(), 0)
 
     def set_column(self, name: str, value: Tensor) -> None:
@@ -260,7 +280,7 @@ class LayerStore:
         exact, *coded = value.split(self.widths, dim=-1)
         self._exact.columns.data[name][:, :, : self._exact.width] = exact
         for tier, part in zip(self.coded.values(), coded, strict=True):
-            tier.columns.data[name][:] = part
+            tier.columns.data[name][:, :, : tier.width] = part
 
     def valid(self) -> Tensor:
         """[B, 1|H, N] bool: which slots of the dense forms hold an entry."""
@@ -330,36 +350,55 @@ class LayerStore:
     def apply(self, plan: Plan) -> int:
         """Move every entry to its tier, free those whose tier is DROP, and return how many slots of payload those were.
 
-        The plan's heads axis must be the store's. Entries move from exact to coded, whole pages of 64 at a time in
-        every segment; coded entries stay or are dropped. A plan that changes nothing copies nothing.
+        The plan's heads axis must be the store's. Exact entries are coded in whole units of a tier's codec in every
+        segment; coded entries stay, are dropped, or become exact as their codes give them. A plan that changes
+        nothing copies nothing.
         """
         before, exact = sum(map(sum, self.lengths())), self._exact
         mine, *others = plan.tier.expand(self.batch_size, self.segment_heads, -1).split(self.widths, dim=-1)
-        for (name, tier), part in zip(list(self.coded.items()), others, strict=True):
-            keep = part != Tier.DROP
-            if not bool((keep | ~tier.valid()).all()):
-                tier.drop(keep)
-                if not tier.width:
-                    del self.coded[name]
+        fates = dict(zip(self.coded, others, strict=True))
         coded = (mine != Tier.DROP) & (mine != Tier.EXACT)
         if bool(coded.any()):
             coded &= exact.valid()
-            for name in sorted({Tier(value) for value in mine[coded].unique().tolist()}):
-                (self.coded.get(name) or self._open(name)).take(exact, coded & (mine == name), self._account)
+            for name in sorted({Tier(value) for value in mine[coded].unique().tolist()} - set(self.coded)):
+                self.coded[name] = self._open(name)
+                fates[name] = mine[..., :0]
+        restored: list[Restored] = []
+        for name, tier in list(self.coded.items()):
+            left = tier.change(fates[name], exact, coded & (mine == name), mine == Tier.EXACT, self._account)
+            restored += [left] if left is not None else []
+            if tier.is_empty:
+                del self.coded[name]
         exact.drop((mine != Tier.DROP) & ~coded)
+        for entries_back in restored:
+            exact.restore(*entries_back)
         self._settle_account()
         return before - sum(map(sum, self.lengths()))
 
     def _open(self, name: Tier) -> CodedTier:
         """A coded tier without entries."""
-        f = self._exact.table.arena.format
-        form = Format(CODECS[name.name.lower()], f.dtype, f.k_dim, f.v_dim)
-        device = self._exact.table.arena.device
-        if self.kernels == "native" and not dispatch.native_serves(form, device):
+        exact = self._exact.table.arena
+        codec, f = self._codecs[name], exact.format
+        form = Format(codec, f.dtype, f.k_dim, f.v_dim)
+        if self.kernels == "native" and codec.plain and not dispatch.native_serves(form, exact.device):
             raise ValueError(f"native kernels need a head_dim that 16 divides for coded entries, not {f.k_dim}")
-        arena = self._arenas.get(form, device, self.kernels)
-        self.coded[name] = self._coded_tier(arena, self._new_columns(self.device), self.num_kv_heads)
-        return self.coded[name]
+        arena = self._arenas.get(form, exact.device, self.kernels)
+        columns = self._new_columns(self.device)
+        if codec.unit == PAGE and codec.plain:
+            return self._page_tier(name, arena, columns, self.num_kv_heads)
+        return self._unit_tier(name, arena, columns, self.num_kv_heads, self._rotary)
+
+    def dormant(self) -> Tensor | None:
+        """[B, 1|H, N] bool: which exact entries have codes that sleep, or None where none has."""
+        tiers = [tier for tier in self.coded.values() if isinstance(tier, UnitTier) and any(tier.dormant)]
+        if not tiers:
+            return None
+        width = self._exact.width
+        position = self._exact.columns.data["position"][:, :, :width]
+        found = torch.zeros(*position.shape[:2], self.width, dtype=torch.bool, device=position.device)
+        for tier in tiers:
+            found[:, :, :width] |= tier.dormant_at(position)
+        return found & self.valid()
 
     def sort(self) -> None:
         """Put the exact entries of every segment into ascending order of position."""

@@ -9,14 +9,17 @@ from torch import Tensor
 
 from kvstrata.kernels import dispatch
 from kvstrata.kernels.codec import ref
-from kvstrata.kernels.codec.ref import Packed, reorder
+from kvstrata.kernels.codec.ref import Packed, pick, reorder
 from kvstrata.kernels.pages import PAGE, Format
 
 
-def pack(format: Format, k: Tensor, v: Tensor, native: Any = None) -> Packed:
-    """Code n whole pages k [n, 64, D] and v [n, 64, Dv]; `native` is the arena they go to, where that has a twin."""
-    if native is None:
-        return ref.pack(format, k, v)
+def pack(format: Format, k: Tensor, v: Tensor, native: Any = None, grid: Tensor | None = None) -> Packed:
+    """Code n whole pages k [n, 64, D] and v [n, 64, Dv]; `native` is the arena they go to, where that has a twin.
+
+    `grid` [n, numbers] is used as it is where given.
+    """
+    if native is None or grid is not None:
+        return ref.pack(format, k, v, grid)
     n = k.shape[0]
     k_codes = torch.empty(n, *format.k_shape, dtype=torch.uint8)
     v_codes = torch.empty(n, *format.v_shape, dtype=torch.uint8)
@@ -34,4 +37,4 @@ def unpack(format: Format, k: Tensor, v: Tensor, grid: Tensor, native: Any = Non
     return out
 
 
-__all__ = ["Packed", "pack", "reorder", "unpack"]
+__all__ = ["Packed", "pack", "pick", "reorder", "unpack"]

@@ -26,28 +26,30 @@ class Packed(NamedTuple):
     nonfinite: int
 
 
-def pack(format: Format, k: Tensor, v: Tensor) -> Packed:
-    """Code n whole pages k [n, 64, D] and v [n, 64, Dv], in the cache's dtype."""
+def pack(format: Format, k: Tensor, v: Tensor, grid: Tensor | None = None) -> Packed:
+    """Code n whole pages k [n, 64, D] and v [n, 64, Dv], in the cache's dtype; `grid` [n, numbers] is made if None."""
     keys, values = _halves(format)
     n = k.shape[0]
     if k.shape != (n, PAGE, keys.dim) or v.shape != (n, PAGE, values.dim):
         raise ValueError(f"no pages [n, {PAGE}, {keys.dim}] and [n, {PAGE}, {values.dim}]: {k.shape} and {v.shape}")
-    if not k.dtype == v.dtype == format.dtype:
+    if not k.dtype == v.dtype or k.dtype not in (format.dtype, torch.float32):
         raise ValueError(f"numbers of {k.dtype} and {v.dtype} for a cache of {format.dtype}")
     k, v = k.float(), v.float()
-    k_grid, v_grid = keys.grid(k, format.dtype), values.grid(v, format.dtype)
+    if grid is None:
+        k_grid, v_grid = keys.grid(k, format.dtype), values.grid(v, format.dtype)
+    else:
+        k_grid, v_grid = _grids(format, grid)
     k_tiles = keys.code(k, *k_grid).unflatten(2, (-1, 4)).transpose(1, 2)  # [n, D/4, 64, 4]
     v_tiles = values.code(v, *v_grid).unflatten(1, (-1, 4)).transpose(2, 3)  # [n, 16, Dv, 4]
     nonfinite = k.numel() + v.numel() - int(k.isfinite().sum() + v.isfinite().sum())
-    grid = torch.cat([*k_grid, *v_grid], dim=1).to(format.grid_dtype)
-    return Packed(_stack(k_tiles, keys.bits), _stack(v_tiles, values.bits), grid, nonfinite)
+    kept = torch.cat([*k_grid, *v_grid], dim=1).to(format.grid_dtype)
+    return Packed(_stack(k_tiles, keys.bits), _stack(v_tiles, values.bits), kept, nonfinite)
 
 
 def unpack(format: Format, k_codes: Tensor, v_codes: Tensor, grid: Tensor) -> tuple[Tensor, Tensor]:
     """Give k [n, 64, D] and v [n, 64, Dv] in fp32, zero + scale * code, of n pages as a `Block` keeps them."""
     keys, values = _halves(format)
-    parts = grid.float().split([*keys.grid_sizes, *values.grid_sizes], dim=1)
-    k_grid, v_grid = parts[: len(keys.grid_sizes)], parts[len(keys.grid_sizes) :]
+    k_grid, v_grid = _grids(format, grid)
     k_tiles, v_tiles = _unstack(k_codes, keys.bits, PAGE), _unstack(v_codes, values.bits, values.dim)
     k, v = k_tiles.transpose(1, 2).flatten(2), v_tiles.transpose(2, 3).flatten(1, 2)
     return keys.decode(k, *k_grid), values.decode(v, *v_grid)
@@ -117,9 +119,16 @@ def _halves(format: Format) -> tuple[_Half, _Half]:
     codec = format.codec
     if codec is None:
         raise ValueError("pages of an exact tier have no codes")
-    window = PAGE if codec.v_axis == "channel" else None
-    keys = _Half(format.k_dim, codec.k_bits, codec.symmetric, codec.window, 2 ** (codec.k_bits - 1) * codec.symmetric)
-    return keys, _Half(format.v_dim, codec.v_bits, codec.symmetric, window, 0)
+    k_window = codec.window if codec.k_axis == "channel" else None
+    v_window = PAGE if codec.v_axis == "channel" else None
+    keys = _Half(format.k_dim, codec.k_bits, codec.symmetric, k_window, 2 ** (codec.k_bits - 1) * codec.symmetric)
+    return keys, _Half(format.v_dim, codec.v_bits, codec.symmetric, v_window, 0)
+
+
+def _grids(format: Format, grid: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """A grid [n, numbers] as kept -> scale and, unless symmetric, zero, of keys and of values, fp32."""
+    keys, values = _grids_as_kept(format, grid)
+    return [part.float() for part in keys], [part.float() for part in values]
 
 
 def _stack(tiles: Tensor, bits: int) -> Tensor:
@@ -143,15 +152,37 @@ def reorder(format: Format, k: Tensor, v: Tensor, grid: Tensor, order: Tensor) -
 
     Raises `ValueError` where entries of one page have different grids of keys, which cannot change places.
     """
-    keys, values = _halves(format)
-    if keys.window != PAGE:
+    keys, _ = _halves(format)
+    if keys.window not in (PAGE, None):
         raise ValueError(f"windows of {keys.window} entries have grids of their own: drop them whole")
-    k_tiles = k.unflatten(1, (-1, PAGE, 4))
-    k_tiles = k_tiles.gather(2, order[:, None, :, None].expand_as(k_tiles))
-    codes = _unstack(v, values.bits, values.dim).transpose(2, 3).flatten(1, 2)  # [n, 64, Dv]
-    codes = codes.gather(1, order[..., None].expand_as(codes)).unflatten(1, (-1, 4)).transpose(2, 3)
-    parts = list(grid.split([*keys.grid_sizes, *values.grid_sizes], dim=1))
-    if values.window is None:
-        first = len(keys.grid_sizes)
-        parts[first:] = [part.gather(1, order) for part in parts[first:]]
+    first = torch.arange(len(k), device=order.device)[:, None] * PAGE
+    return pick(format, k, v, grid, first + order)
+
+
+def pick(format: Format, k: Tensor, v: Tensor, grid: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Make pages of the slots source [m, 64] int64, counted over all n pages given: slot t of page p is 64 p + t.
+
+    Entries with a grid of their own must come together and at a multiple of their number. Grids that a whole page has
+    are those of the page that its first slot comes from.
+    """
+    keys, values = _halves(format)
+    k_tiles = k.unflatten(1, (-1, PAGE, 4)).transpose(1, 2).flatten(0, 1)[source.flatten()]  # [m * 64, tiles, 4]
+    k_tiles = k_tiles.unflatten(0, source.shape).transpose(1, 2)
+    codes = _unstack(v, values.bits, values.dim).transpose(2, 3).flatten(1, 2).flatten(0, 1)  # [n * 64, Dv]
+    codes = codes[source.flatten()].unflatten(0, source.shape).unflatten(1, (-1, 4)).transpose(2, 3)
+    parts: list[Tensor] = []
+    for half, kept in zip((keys, values), _grids_as_kept(format, grid), strict=True):
+        for part in kept:
+            if half.window is None:
+                parts.append(part.flatten()[source])
+            else:
+                per_page = PAGE // half.window
+                rows = part.unflatten(1, (per_page, half.dim)).flatten(0, 1)
+                parts.append(rows[source[:, :: half.window] // half.window].flatten(1))
     return k_tiles.flatten(1), _stack(codes, values.bits), torch.cat(parts, dim=1)
+
+
+def _grids_as_kept(format: Format, grid: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    keys, values = _halves(format)
+    parts = list(grid.split([*keys.grid_sizes, *values.grid_sizes], dim=1))
+    return parts[: len(keys.grid_sizes)], parts[len(keys.grid_sizes) :]

@@ -10,5 +10,6 @@ void bind_attend(nanobind::module_& m);
 void bind_entries(nanobind::module_& m);
 void bind_codec(nanobind::module_& m);
 void bind_mass(nanobind::module_& m);
+void bind_units(nanobind::module_& m);
 
 }  // namespace kvstrata

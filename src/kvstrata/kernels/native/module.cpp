@@ -45,4 +45,5 @@ NB_MODULE(_native, m) {
   bind_entries(m);
   bind_codec(m);
   bind_mass(m);
+  bind_units(m);
 }

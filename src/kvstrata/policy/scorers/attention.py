@@ -63,14 +63,37 @@ class _Running(Stateless):
 @SCORERS.add("accumulated-mass")
 @dataclass(frozen=True, slots=True)
 class AccumulatedMass(_Running):
-    """Attention received so far from every query (H2O, arXiv:2306.14048, section 4.1), never reset."""
+    """Attention received so far from every query (H2O, arXiv:2306.14048, section 4.1), never reset.
+
+    decay: what stays of it at every query. per_query: divided by the number of queries that could see the entry, as
+    sums favour old ones.
+    """
 
     column = "mass"
+    decay: float = 1.0
+    per_query: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 < self.decay <= 1:
+            raise SpecError(f"decay={self.decay}: give a number above 0 and up to 1")
 
     @property
     def mass(self) -> Reduction:
         """Every query of a forward counts."""
-        return Reduction(ALL_ROWS)
+        return Reduction(ALL_ROWS, decay=self.decay)
+
+    @property
+    def keep(self) -> float:
+        """What stays of the sum at every query."""
+        return self.decay
+
+    def score(self, signals: Signals) -> Tensor:
+        """The sum, or what it is per query."""
+        total = signals.columns[self.column]
+        if not self.per_query:
+            return total
+        position = signals.position.masked_fill(~signals.valid, -1)
+        return total / (position.amax(dim=(1, 2), keepdim=True) + 1 - position)
 
 
 @SCORERS.add("decayed-mass")
