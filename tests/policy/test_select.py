@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstrata.core import Signals, Tier
+from kvstrata.core import LayerShape, Signals, Tier
 from kvstrata.policy import Rule
 from kvstrata.policy.budget import Tokens
 from kvstrata.policy.granularity import Token
@@ -18,6 +18,7 @@ from kvstrata.policy.select import select
 from kvstrata.policy.trigger import OnOverflow
 
 NAN, INF = math.nan, math.inf
+SHAPE = LayerShape(0, 0, 1, 2, 16, 1)
 # few values, so that ties are common; infinities have tests of their own
 SCORES = st.sampled_from([-2.0, -1.0, -0.0, 0.0, 1.0, 1.5, 3e38, NAN])
 laws = settings(max_examples=80)
@@ -230,24 +231,24 @@ def signals(lengths):
 
 def test_a_plan_averages_heads_that_share_their_tokens():
     rule = Rule(Given([[[4.0, 0.0, 1.0], [0.0, 5.0, 1.0]]]), Tokens(1))
-    plan = rule.plan(signals([[3]]), [(1,)])
+    plan = rule.plan(signals([[3]]), [(1,)], SHAPE)
     assert plan.tier.tolist() == [[[int(Tier.DROP), int(Tier.EXACT), int(Tier.DROP)]]]
 
 
 def test_a_plan_spreads_one_score_over_heads_that_differ():
     rule = Rule(Given([[[2.0, 0.0, 1.0]]]), Tokens(2), Token("each"))
-    plan = rule.plan(signals([[3, 3]]), [(2,)])
+    plan = rule.plan(signals([[3, 3]]), [(2,)], SHAPE)
     assert (plan.tier == int(Tier.EXACT)).tolist() == [[[True, False, True]] * 2]
 
 
 def test_a_plan_counts_nan_scores_of_stored_entries_only():
     rule = Rule(Given([[[NAN, 1.0, 2.0, 3.0]], [[NAN, 1.0, NAN, NAN]]]), Tokens(4))
-    assert int(rule.plan(signals([[4], [2]]), [(4,), (4,)]).nan_scores) == 2
+    assert int(rule.plan(signals([[4], [2]]), [(4,), (4,)], SHAPE).nan_scores) == 2
 
 
 def test_every_row_has_its_own_limit_in_a_plan():
     rule = Rule(Given([[[1.0, 2.0, 3.0]], [[3.0, 2.0, 1.0]]]), Tokens(3))
-    plan = rule.plan(signals([[3], [3]]), [(1,), (2,)])
+    plan = rule.plan(signals([[3], [3]]), [(1,), (2,)], SHAPE)
     assert (plan.tier == int(Tier.EXACT)).tolist() == [[[False, False, True]], [[True, True, False]]]
 
 
@@ -256,7 +257,7 @@ def test_every_row_has_its_own_limit_in_a_plan():
 @pytest.mark.parametrize("heads", ["each", "pooled"])
 def test_a_plan_fills_the_budget_whatever_the_dtype_of_the_scores(dtype, low, heads):
     z = torch.full((1, 2, 3), low, dtype=dtype)
-    plan = Rule(Given(z), Tokens(2), Token(heads)).plan(signals([[1, 3]]), [(2,)])
+    plan = Rule(Given(z), Tokens(2), Token(heads)).plan(signals([[1, 3]]), [(2,)], SHAPE)
     kept = (plan.tier == int(Tier.EXACT)).tolist()
     assert kept == [[[True, False, False], [heads == "pooled", True, True]]]
 
@@ -264,7 +265,7 @@ def test_a_plan_fills_the_budget_whatever_the_dtype_of_the_scores(dtype, low, he
 def kept_with_room(lengths, heads, limits, room=3):
     """Entries kept [B][1|H] when a rule that makes room acts on these lengths."""
     rule = Rule(Recency(), Tokens(9), Token(heads), trigger=OnOverflow(room))
-    return (rule.plan(signals(lengths), limits).tier == int(Tier.EXACT)).sum(dim=-1).tolist()
+    return (rule.plan(signals(lengths), limits, SHAPE).tier == int(Tier.EXACT)).sum(dim=-1).tolist()
 
 
 def test_room_is_made_only_where_more_is_stored_than_allowed():

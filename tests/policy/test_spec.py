@@ -7,7 +7,7 @@ import pytest
 
 from kvstrata.core import LayerShape, SpecError
 from kvstrata.policy import PRESETS, LayerRange, Policy, Rule, parse_policy
-from kvstrata.policy.budget import ByteBudget, HeadTokens, Share, Tokens
+from kvstrata.policy.budget import ByteBudget, Everything, HeadTokens, Share, Tokens
 from kvstrata.policy.granularity import Token
 from kvstrata.policy.protect import Protect, half
 from kvstrata.policy.scorers.attention import AccumulatedMass, WindowMass
@@ -130,7 +130,7 @@ TEXT_ERRORS = {
     "h20": "no policy named 'h20'. Did you mean 'h2o'?",
     "nothing-like-it": r"no policy named 'nothing-like-it'\. There are",
     "h2o:bugdet=5": "no key of policy 'h2o' named 'bugdet'. Did you mean 'budget'?",
-    "window:recent=3": r"named 'recent'.*There are: budget, codec, exact, room, sinks",
+    "window:recent=3": r"named 'recent'.*There are: budget, codec, exact, group, key_space, room, sinks",
     "full:budget=5": r"no key of policy 'full' named 'budget'\. There are: codec, exact",
     "h2o:budget=5MiBs": "sizes are B, KiB, MiB",
     "h2o:budget=5,budget=6": "'budget' is given twice",
@@ -265,6 +265,9 @@ def test_every_preset_takes_any_budget(name, tokens):
     policy = parse_policy(name).with_budget(Tokens(tokens))
     rules = [rule for rule in policy.rules(0).values() if rule]
     assert bool(rules) == (name != "full")
+    if rules and isinstance(rules[0].budget, Everything):
+        assert policy == parse_policy(name), "what is only coded stays, whatever the budget"
+        return
     for rule in rules:
         asked = [
             rule.limits([5000], [sure], LayerShape(depth, depth, 4, 2, 16, 1))[0]

@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata.core import Signals, SpecError, Tier
+from kvstrata.kernels.pages import PAGE
 from kvstrata.policy import parse_policy
-from kvstrata.policy.tiering import AT_ONCE, ByAge
+from kvstrata.policy.tiering import ByAge, Coding
 
 
 def signals(position, tier=None):
@@ -21,11 +22,11 @@ def test_the_oldest_whole_pages_beyond_the_exact_ones_are_coded(count, exact, sh
     draw = torch.Generator().manual_seed(seed)
     position = torch.randperm(count, generator=draw).tolist()
     keep = (torch.rand(1, 1, count, generator=draw) < share) | (torch.tensor(position) == count - 1)
-    tier = ByAge("int4", exact).assign(keep, signals(position))
+    tier = ByAge(Coding("int4"), exact).assign(keep, signals(position))
     assert torch.equal(tier != Tier.DROP, keep)
     old = sorted(p for p, kept in zip(position, keep[0, 0].tolist(), strict=True) if kept and p < count - exact)
     coded = sorted(p for p, to in zip(position, tier[0, 0].tolist(), strict=True) if to == Tier.INT4)
-    assert coded == old[: len(old) // AT_ONCE * AT_ONCE]
+    assert coded == old[: len(old) // PAGE * PAGE]
 
 
 def test_what_is_coded_stays_so():
@@ -33,15 +34,20 @@ def test_what_is_coded_stays_so():
     now[..., :64] = int(Tier.INT8)
     keep = torch.ones(1, 1, 200, dtype=torch.bool)
     keep[..., 3] = False
-    tier = ByAge("int8", 130).assign(keep, signals(range(200), now))
+    tier = ByAge(Coding("int8"), 130).assign(keep, signals(range(200), now))
     assert tier[0, 0, 3] == Tier.DROP
     assert (tier[0, 0, 4:64] == Tier.INT8).all()
     assert (tier[0, 0, 64:] == Tier.EXACT).all()
 
 
-def test_due_counts_exact_entries_alone():
-    assert not ByAge(exact=10).due([[73], [20]])
-    assert ByAge(exact=10).due([[20], [74]])
+def test_due_counts_older_exact_entries_alone():
+    position = torch.arange(74, dtype=torch.int32).view(1, 1, -1)
+    assert ByAge(exact=10).due([[74]], position)
+    assert not ByAge(exact=11).due([[74]], position)
+    holes = position.masked_fill(position == 3, -1)  # nothing stored there
+    assert not ByAge(exact=10).due([[73]], holes)
+    assert ByAge(Coding("int8-running"), 73).due([[74]], position)
+    assert not ByAge(Coding("int8-running"), 74).due([[74]], position)
 
 
 @pytest.mark.parametrize(

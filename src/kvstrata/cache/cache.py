@@ -25,7 +25,7 @@ class PolicyCache:
     ) -> None:
         self.policy = policy
         self.account = Account()
-        self.mode = Mode()
+        self.mode = Mode(steadied=policy.steadied)
         self.nan_logits = 0  # rows of logits with a NaN, which counted as unsure
         self.arenas = Arenas(self.account)
         self.layers = {
@@ -49,8 +49,9 @@ class PolicyCache:
         self.nan_logits += sum(c != c for row in rows for c in row)
         rows = [[0.0 if c != c else c for c in row] for row in rows]
         if join and self.mode.confidence is not None and self.mode.fed == first.columns_fed:
-            rows = [before + now for before, now in zip(self.mode.confidence, rows, strict=True)]
-        self.mode.fed, self.mode.confidence = first.columns_fed, rows
+            self.mode.confidence = [before + now for before, now in zip(self.mode.confidence, rows, strict=True)]
+        else:
+            self.mode.take(rows, first.columns_fed)
         if not self.mode.drafting and not self.mode.prefilling:
             self.settle()
 
@@ -99,6 +100,7 @@ class PolicyCache:
             layer.select_rows(rows)
         if self.mode.confidence is not None:
             self.mode.confidence = [self.mode.confidence[row] for row in rows]
+            self.mode.moods = [self.mode.moods[row] for row in rows] if self.mode.moods else []
 
     def crop(self, count: int) -> None:
         """Forget the newest `count` tokens of every row and settle drafts."""
@@ -115,5 +117,5 @@ class PolicyCache:
         """Free everything and start anew."""
         for layer in self.layers.values():
             layer.reset()
-        self.mode.drafting, self.mode.confidence, self.mode.fed = False, None, 0
+        self.mode.drafting, self.mode.confidence, self.mode.fed, self.mode.moods = False, None, 0, []
         self.nan_logits = 0

@@ -124,7 +124,6 @@ class Layer:
             self._check_own(rule)
         if past is not None:
             self._hide(past)
-        self._like = self._like or self.shape_of(k, v)
         self.store.stage(k, v, tokens, self.seen or [0] * batch, self.step)
         if self.store.kernels == "exact":  # which sums in order of position, as an uncompressed cache does
             self.store.flush()
@@ -144,7 +143,6 @@ class Layer:
         if not self.store.is_empty:
             raise InputError("only an empty layer can be filled: reset() it first")
         self.check(k, v)
-        self._like = self.shape_of(k, v)
         self.store.append(k, v, [stored] * batch, [max(0, seen - stored)] * batch, self.step)
         self.fed.add(max(seen, stored), [max(seen, stored)] * batch)
         self.step += 1
@@ -227,7 +225,7 @@ class Layer:
                     self.store.kernels_for(k, v)
                 except ValueError as error:
                     raise SpecError(str(error)) from error
-            shape = self.shape_of(k, v)
+            self._like = shape = self.shape_of(k, v)
             for rule in self.rules.values():
                 for sure in (0.0, 1.0):
                     _ = rule and rule.budget.limits(1, sure, shape)
@@ -329,10 +327,8 @@ class Layer:
         columns = {column.name: store.column(column.name) for column in rule.scorer.columns}
         protected = rule.protected(position, valid, self.seen, limits) if limits else ~valid
         keys = store.keys() if limits and "keys" in rule.scorer.needs else None
-        return Signals(
-            self.index, forward.step, position, valid, protected, columns, queries, forward.mass, keys, store.tier(),
-            store.dormant() if limits else None,
-        )  # fmt: skip
+        seen = (self.index, forward.step, position, valid, protected, columns, queries, forward.mass, keys)
+        return Signals(*seen, store.tier(), store.dormant() if limits else None)
 
     def _observe(self, rule: Rule, signals: Signals) -> Signals:
         """Update the columns by a forward and return the signals with them."""

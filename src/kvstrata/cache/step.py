@@ -10,6 +10,7 @@ from torch import Tensor
 from kvstrata.cache.fed import Fed
 from kvstrata.kernels.attention import Softmax
 from kvstrata.kernels.mass import ALL_ROWS
+from kvstrata.policy.confidence import Mood, Steady
 from kvstrata.policy.policy import Rule
 
 MOST_DRAFTS = 64  # tokens that one verdict may reject
@@ -24,14 +25,36 @@ class Mode:
     prompt_start: int = 0  # columns fed before that prompt
     fed: int = 0  # columns fed when the logits came
     confidence: list[list[float]] | None = None  # [B][K] of the K newest columns of those
+    steadied: tuple[float, Steady] | None = None
+    moods: list[Mood | None] = field(default_factory=list[Mood | None])  # [B] before those columns
     clocks: list[Fed] = field(default_factory=list[Fed])  # of all layers, which agree between forwards
 
     def confidence_at(self, fed: int) -> list[float] | None:
-        """Confidence [B] after the column number `fed`, if its logits came."""
+        """Confidence [B] after the column number `fed`, if its logits came; 1 or 0 where it is steadied."""
         back = self.fed - fed
         if self.confidence is None or not 0 <= back < len(self.confidence[0]):
             return None
-        return [row[-1 - back] for row in self.confidence]
+        if self.steadied is None:
+            return [row[-1 - back] for row in self.confidence]
+        return [float(mood.sure) for mood in self._moods(back)]
+
+    def take(self, rows: list[list[float]], fed: int) -> None:
+        """Note the confidence [B][K] of the K newest of `fed` columns."""
+        if self.steadied is not None:
+            alike = self.confidence is not None and len(self.confidence) == len(rows)
+            self.moods = list(self._moods(0)) if alike else [None] * len(rows)
+        self.fed, self.confidence = fed, rows
+
+    def _moods(self, back: int) -> list[Mood]:
+        """Of every row, `back` columns before the newest."""
+        assert self.steadied is not None
+        assert self.confidence is not None
+        (tau, steady), found = self.steadied, list[Mood]()
+        for mood, row in zip(self.moods, self.confidence, strict=True):
+            for c in row[: len(row) - back]:
+                mood = steady.follow(mood, c, tau)
+            found += [mood] if mood else []
+        return found
 
 
 @dataclass(slots=True)

@@ -110,7 +110,11 @@ def block_of(blocks: Sequence[Block], page: int) -> Block:
 
 
 def read_pages(blocks: Sequence[Block], pages: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Copies of what one page or more hold: k [n, ...], v and grid, as a `Block` has them."""
+    """What one page or more hold: k [n, ...], v and grid, as a `Block` has them; views where numbers are in a row."""
+    block, first, count = block_of(blocks, pages[0]), pages[0], len(pages)
+    start = first - block.first
+    if start + count <= block.k.shape[0] and list(pages) == list(range(first, first + count)):
+        return block.k[start : start + count], block.v[start : start + count], block.grid[start : start + count]
     found = [(block := block_of(blocks, page), page - block.first) for page in pages]
     return (
         torch.stack([block.k[i] for block, i in found]),

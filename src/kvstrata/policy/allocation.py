@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 from typing import Literal
 
 from kvstrata.core import LayerShape, SpecError
 from kvstrata.policy.budget import Budget, Share
-from kvstrata.policy.confidence import LEAST, MOST
+from kvstrata.policy.confidence import LEAST, MOST, Steady
 
 RATE = Fraction(42, 100)  # share of confident steps that the authors of CONF-KV measured
 
@@ -26,6 +26,7 @@ class ByConfidence:
     tau: float = 0.7
     signal: Literal["raw", "processed"] = "raw"
     rate: Fraction = RATE
+    steady: Steady = Steady()
 
     def __post_init__(self) -> None:
         if not LEAST < self.tau < MOST:
@@ -39,6 +40,11 @@ class ByConfidence:
     def needs(self) -> frozenset[str]:
         """Logits."""
         return frozenset({"logits" if self.signal == "raw" else "processed-logits"})
+
+    @property
+    def steadied(self) -> tuple[float, Steady] | None:
+        """tau, and how confidence is steadied before it is compared with that; None where it is not."""
+        return None if self.steady == Steady() else (self.tau, self.steady)
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -55,12 +61,12 @@ class ByConfidence:
         unit = 1 / (2 - self.rate)
         if isinstance(mean, Share) and 2 * unit * mean.fraction > 1:
             tight = Share((mean.fraction - 1 + self.rate) / self.rate)
-            return ByConfidence(tight, Share(Fraction(1)), self.tau, self.signal, self.rate)
-        return ByConfidence(mean.scaled(unit), mean.scaled(2 * unit), self.tau, self.signal, self.rate)
+            return replace(self, high=tight, low=Share(Fraction(1)))
+        return replace(self, high=mean.scaled(unit), low=mean.scaled(2 * unit))
 
     def scaled(self, factor: Fraction) -> ByConfidence:
         """Both levels scaled."""
-        return ByConfidence(self.high.scaled(factor), self.low.scaled(factor), self.tau, self.signal, self.rate)
+        return replace(self, high=self.high.scaled(factor), low=self.low.scaled(factor))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +91,11 @@ class Falling:
     def needs(self) -> frozenset[str]:
         """What the base needs."""
         return self.base.needs
+
+    @property
+    def steadied(self) -> tuple[float, Steady] | None:
+        """What the base says."""
+        return self.base.steadied
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -140,6 +151,11 @@ class Pyramid:
     def needs(self) -> frozenset[str]:
         """What the base needs."""
         return self.base.needs
+
+    @property
+    def steadied(self) -> tuple[float, Steady] | None:
+        """What the base says."""
+        return self.base.steadied
 
     @property
     def counts(self) -> tuple[int, ...]:

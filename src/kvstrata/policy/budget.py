@@ -9,6 +9,7 @@ from fractions import Fraction
 from typing import Literal, Protocol
 
 from kvstrata.core import LayerShape, SpecError
+from kvstrata.policy.confidence import Steady
 
 
 class Budget(Protocol):
@@ -17,6 +18,11 @@ class Budget(Protocol):
     @property
     def needs(self) -> frozenset[str]:
         """Signals of a step that it reads: "logits" as the model gives them, or "processed-logits"."""
+        ...
+
+    @property
+    def steadied(self) -> tuple[float, Steady] | None:
+        """tau, and how confidence is steadied before it is compared with that; None where it is not."""
         ...
 
     @property
@@ -46,6 +52,11 @@ class _Flat:
     def needs(self) -> frozenset[str]:
         """Nothing."""
         return frozenset()
+
+    @property
+    def steadied(self) -> tuple[float, Steady] | None:
+        """Confidence is not read."""
+        return None
 
     @property
     def counts(self) -> tuple[int, ...]:

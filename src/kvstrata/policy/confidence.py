@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+
+from kvstrata.core import SpecError
 
 ENTROPY, MARGIN, TOP = 0.4, 0.3, 0.3  # weights, grid-searched on GPT-2 by the authors
 LEAST, MOST = 0.15, 1.0  # of the uniform distribution (for many tokens) and of certainty
@@ -24,3 +29,40 @@ def confidence(logits: Tensor) -> Tensor:
     margin = best[..., 0] - best[..., 1] if log_p.shape[-1] > 1 else torch.full_like(entropy, torch.inf)
     c = ENTROPY * (1 - spread) + MARGIN * margin.sigmoid() + TOP * best[..., 0].exp()
     return c.clamp(0.0, 1.0)
+
+
+class Mood(NamedTuple):
+    """How sure a row has been of late: the average, whether it counts as sure, and for how many steps it has."""
+
+    average: float
+    sure: bool
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Steady:
+    """Keeps a budget from following every twitch of confidence; as it is, it changes nothing.
+
+    smooth: what a moving average of confidence keeps of itself at a step. band: a row becomes sure at tau + band and
+    unsure below tau - band. dwell: steps that it stays so at least.
+    """
+
+    smooth: float = 0.0
+    band: float = 0.0
+    dwell: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.smooth < 1:
+            raise SpecError(f"smooth={self.smooth}: give 0 (off) up to less than 1")
+        if self.band < 0 or self.dwell < 0:
+            raise SpecError(f"band={self.band}, dwell={self.dwell}: give 0 (off) or more")
+
+    def follow(self, before: Mood | None, c: float, tau: float) -> Mood:
+        """The mood after a step with confidence c."""
+        if before is None:
+            return Mood(c, c >= tau, 1)
+        average = self.smooth * before.average + (1 - self.smooth) * c
+        sure = average >= (tau - self.band if before.sure else tau + self.band)
+        if sure == before.sure or before.steps < self.dwell:
+            return Mood(average, before.sure, before.steps + 1)
+        return Mood(average, sure, 1)

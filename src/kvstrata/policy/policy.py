@@ -12,6 +12,7 @@ from torch import Tensor
 from kvstrata.core import PHASES, Column, LayerShape, Phase, Plan, Signals, SpecError, Tier
 from kvstrata.kernels.pages import PAGE
 from kvstrata.policy.budget import Budget, Everything, HeadTokens
+from kvstrata.policy.confidence import Steady
 from kvstrata.policy.granularity import Token
 from kvstrata.policy.protect import Protect
 from kvstrata.policy.scorers import Scorer
@@ -108,8 +109,8 @@ class Rule:
         return not self.granularity.per_head and bool((position == position[:, :1]).all())
 
     def overruns(self, limits: list[tuple[int, ...]]) -> int:
-        """How many rows and heads have more protected tokens than they may keep."""
-        return sum(sum(self.protect.resolve(cap)) > cap for caps in limits for cap in caps)
+        """How many rows and heads have more tokens that stay whatever their score than they may keep."""
+        return sum(sum(self.protect.resolve(cap)) + self.tiers.reserve > cap for caps in limits for cap in caps)
 
     def protected(self, position: Tensor, valid: Tensor, seen: list[int], limits: list[tuple[int, ...]]) -> Tensor:
         """[B, 1|H, N] bool: sinks and recent tokens of every row, and of every head where budgets differ."""
@@ -206,6 +207,14 @@ class Policy:
     def at_step_end(self) -> bool:
         """Whether some rule can act only when the step's logits are there."""
         return any(rule.at_step_end for rule in self._every_rule())
+
+    @property
+    def steadied(self) -> tuple[float, Steady] | None:
+        """How confidence is steadied, and for which tau. Raises `SpecError` where rules disagree."""
+        found = {rule.budget.steadied for rule in self._every_rule() if rule.budget.needs}
+        if len(found) > 1:
+            raise SpecError(f"policy {self.name!r} steadies confidence in several ways: give one for all layers")
+        return found.pop() if found else None
 
     def _every_rule(self) -> list[Rule]:
         return [rule for entry in self.table for rule in (entry.prefill, entry.decode) if rule]

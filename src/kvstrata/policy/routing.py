@@ -20,7 +20,7 @@ class _Windows(NamedTuple):
     of: Tensor  # [B, 1|H, N] number of the window of every entry; that of entries outside is W - 1 and means nothing
     inside: Tensor  # [B, 1|H, N] bool: entries of windows that may be routed
     score: Tensor
-    count: Tensor  # entries stored
+    stored: Tensor  # entries
     coded: Tensor  # bool: has codes, whether attention reads them or not
     exact: Tensor  # bool: is exact now
 
@@ -57,6 +57,11 @@ class Recoverable:
         if self.margin < 0:
             raise SpecError(f"margin={self.margin}: give 0 or more")
 
+    @property
+    def reserve(self) -> int:
+        """Tokens that may come before the next routing, and those of a window that is not complete."""
+        return self.every + self.window - 1
+
     def due(self, exact: Sequence[Sequence[int]], position: Tensor) -> bool:
         """Never by itself: the trigger says when."""
         return False
@@ -69,13 +74,13 @@ class Recoverable:
         """Rank windows by summed score, newer ones first among equals, and fill the bytes that there are."""
         found = self._windows(z, signals, room)
         width = found.score.shape[-1]
-        alive = found.count > 0
+        alive = found.stored > 0
         lead = torch.where(found.exact, 1 + self.margin, 1.0)
         score = torch.where(alive, (found.score * lead).nan_to_num(nan=-torch.inf), -torch.inf)
         newest = score.flip(-1).argsort(dim=-1, descending=True, stable=True)  # of equals the later first
         order = width - 1 - newest
         fp, coded = self.window * room.entry, self.window // self.coding.record.unit * room.unit
-        fixed = signals.protected.sum(dim=-1) + self.every + self.window - 1  # entries, also those to come
+        fixed = signals.protected.sum(dim=-1) + self.reserve
         left = (room.total - fixed * room.entry).clamp_min(0)[..., None]  # bytes for windows [B, 1|H, 1]
         each = torch.where(found.coded, fp + coded, fp) * alive
         cost = each.gather(-1, order).cumsum(dim=-1)
@@ -89,7 +94,7 @@ class Recoverable:
         near = (after >= 0) & (after < places) & alive.gather(-1, order)
         names = torch.where(stays, int(Tier.EXACT), torch.where(near, int(self.coding.tier), int(Tier.DROP)))
         tier = torch.zeros_like(names).scatter_(-1, order, names)
-        whole = found.count == self.window
+        whole = found.stored == self.window
         tier = torch.where((tier == self.coding.tier) & ~whole, int(Tier.DROP), tier)
         if self.admit:
             tier = self._admitted(tier, found, places)
@@ -123,10 +128,10 @@ class Recoverable:
         """Windows that just left the newest tokens take coded places from the others, as many as there are."""
         width = tier.shape[-1]
         rank = torch.arange(width, device=tier.device)
-        routable = found.count > 0
+        routable = found.stored > 0
         last = torch.where(routable, rank, -1).amax(dim=-1, keepdim=True)
         new = routable & (rank > last - max(1, self.every // self.window)) & (tier == Tier.DROP)
-        new &= (found.count == self.window) & found.exact & ~found.coded
+        new &= (found.stored == self.window) & found.exact & ~found.coded
         wanted = torch.minimum(new.sum(dim=-1, keepdim=True), places.long())
         new &= new.long().flip(-1).cumsum(dim=-1).flip(-1) <= wanted
         mine = (tier == self.coding.tier).long()

@@ -21,7 +21,6 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args, get_type_hints
@@ -131,13 +130,12 @@ def _tiers(options: Table, where: str) -> Native | ByAge:
         raise SpecError(f"{where}: {key}={value} needs a codec for what is older: add codec=int8")
     if not given:
         return Native()
-    exact = {"exact": given.pop("exact")} if "exact" in given else {}
-    coding = _build(where, Coding, given)
-    return _build(where, partial(_aged, coding), exact)
+    coding = _build(where, Coding, {key: value for key, value in given.items() if key != "exact"})
 
+    def aged(exact: int = 128) -> ByAge:
+        return ByAge(coding, exact, at_once=PAGE)
 
-def _aged(coding: Coding, exact: int = 128) -> ByAge:
-    return ByAge(coding, exact, at_once=PAGE)
+    return _build(where, aged, {key: value for key, value in given.items() if key == "exact"})
 
 
 def _row(layers: str, value: object) -> LayerRange:

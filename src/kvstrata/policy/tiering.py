@@ -80,6 +80,11 @@ class Tiering(Protocol):
         """Whether it decides by scores itself what is dropped (`route`), instead of taking what was selected."""
         ...
 
+    @property
+    def reserve(self) -> int:
+        """Tokens outside the ranking that are kept beside the protected ones."""
+        ...
+
     def due(self, exact: Sequence[Sequence[int]], position: Tensor) -> bool:
         """Whether entries would change tiers, were nothing dropped.
 
@@ -102,6 +107,7 @@ class Native:
 
     ranks = False
     coding = None
+    reserve = 0
 
     def due(self, exact: Sequence[Sequence[int]], position: Tensor) -> bool:
         """Never."""
@@ -127,6 +133,7 @@ class ByAge:
     exact: int = 128
     at_once: int = 1
     ranks = False
+    reserve = 0
 
     def __post_init__(self) -> None:
         if self.exact < 0:

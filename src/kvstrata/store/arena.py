@@ -92,7 +92,7 @@ class Arena:
         self._settle_account()
 
     def read(self, pages: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Copies of what these pages hold: k [n, ...], v and grid, as a `Block` has them."""
+        """What these pages hold: k [n, ...], v and grid, as a `Block` has them. Not to be written to."""
         if pages:
             return read_pages(self.blocks, pages)
         f = self.format

@@ -42,7 +42,12 @@ class CodedTier:
         self.tier, self.arena, self.columns = tier, arena, columns
         self._served = num_kv_heads // heads  # kv heads that one segment of the columns serves
         self.pages = [list[int]() for _ in range(rows * num_kv_heads)]
+        self._changed()
+
+    def _changed(self) -> None:
+        """Forget what was made for kernels and masks."""
         self._view: Pages | None = None
+        self._valid: Tensor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_view": None}
@@ -87,9 +92,11 @@ class CodedTier:
     # -- reading ------------------------------------------------------------------------------------------------
 
     def valid(self) -> Tensor:
-        """[B, 1|H, width] bool: which slots hold an entry."""
-        fills = self._fill_tensor()[:: self._served].view(*self.columns.shape, -1, 1)
-        return (torch.arange(PAGE, device=fills.device) < fills).flatten(2)
+        """[B, 1|H, width] bool: which slots hold an entry. Not to be written to."""
+        if self._valid is None:
+            fills = self._fill_tensor()[:: self._served].view(*self.columns.shape, -1, 1)
+            self._valid = (torch.arange(PAGE, device=fills.device) < fills).flatten(2)
+        return self._valid
 
     def view(self) -> Pages:
         """What kernels see; valid until something changes."""
@@ -119,13 +126,9 @@ class CodedTier:
     def _decode(self, segment: int, at: Tensor) -> tuple[Tensor, Tensor]:
         """Keys [n, D] and values of the slots `at` of a kv segment, in the cache's dtype."""
         f, pages = self.arena.format, self.pages[segment]
-        which: list[int] = (at // PAGE).unique().tolist()
-        place = torch.zeros(len(pages) + 1, dtype=torch.long, device=at.device)
-        place[which] = torch.arange(len(which), device=at.device)
-        read = self.arena.read([pages[i] for i in which])
-        k, v = packing.unpack(f, *read, native=self.arena.native)
-        slot = place[at // PAGE] * PAGE + at % PAGE
-        k, v = self._plain(segment, at, k.flatten(0, 1)[slot], v.flatten(0, 1)[slot])
+        last = int(at[-1]) // PAGE + 1 if len(at) else 0
+        k, v = packing.unpack(f, *self.arena.read(pages[:last]), native=self.arena.native)
+        k, v = self._plain(segment, at, k.flatten(0, 1)[at], v.flatten(0, 1)[at])
         return k.to(f.dtype), v.to(f.dtype)
 
     def _plain(self, segment: int, at: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -151,12 +154,13 @@ class CodedTier:
         self.arena.share(page for pages in self.pages for page in pages)
         self.arena.give(page for pages in before for page in pages)
         self.columns.select_rows(rows)
-        self._view = None
+        self._changed()
 
     def free(self) -> None:
         """Give every page back."""
         self.arena.give(page for pages in self.pages for page in pages)
-        self.pages, self._view = [], None
+        self.pages = []
+        self._changed()
 
     def _fit_columns(self) -> None:
         room = max(map(len, self.pages), default=0) * PAGE
@@ -251,7 +255,7 @@ class PageTier(CodedTier):
             pages += [next(source) for _ in range(count)]
             fills += [PAGE] * count
         self.nonfinite += packed.nonfinite
-        self._view = None
+        self._changed()
         self._fit_columns()
 
     def _write(self, pages: Sequence[int], packed: packing.Packed) -> None:
@@ -273,7 +277,7 @@ class PageTier(CodedTier):
             stays = [place for place in range(len(pages)) if after[place]]
             self.arena.give(page for place, page in enumerate(pages) if not after[place])
             self.pages[s], self._fills[s] = [pages[i] for i in stays], [after[i] for i in stays]
-        self._view = None
+        self._changed()
         slots = outside[..., None] * PAGE + inside.gather(2, outside[..., None].expand(-1, -1, -1, PAGE))
         room = max(map(len, self.pages), default=0) * PAGE
         self.columns.gather(slots.flatten(2)[:, :, :room], room)

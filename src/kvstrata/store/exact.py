@@ -96,11 +96,10 @@ class ExactTier:
         table = self.table
         new = [n for row in counts for n in row for _ in range(self._served)]
         self._make_room(new)
-        padded = [x.new_zeros(len(new), 1, max(new), x.shape[-1]) for x in (k, v)]
+        padded_k, padded_v = (x.new_zeros(len(new), 1, max(new), x.shape[-1]) for x in (k, v))
         last = torch.arange(max(new), device=k.device) >= max(new) - torch.tensor(new, device=k.device)[:, None]
-        for x, target in zip((k, v), padded, strict=True):
-            target[:, 0][last] = x
-        entries.append(table.view(), *padded, new)
+        padded_k[:, 0][last], padded_v[:, 0][last] = k, v
+        entries.append(table.view(), padded_k, padded_v, new)
         end = torch.tensor(self.lengths(), device=self.columns.device)[..., None]
         slot = torch.arange(self.columns.room, device=end.device)
         places = (slot < end) & (slot >= end - torch.tensor(counts, device=end.device)[..., None])

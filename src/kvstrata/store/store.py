@@ -3,43 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvstrata.core import POSITION, Column, Plan, Tier
-from kvstrata.kernels import dispatch, entries
+from kvstrata.kernels import dispatch
 from kvstrata.kernels.codec import CODECS, Codec
 from kvstrata.kernels.codec.rotation import Rotary
 from kvstrata.kernels.dispatch import Implementation, KernelName
 from kvstrata.kernels.pages import PAGE, Format, Pages
 from kvstrata.store.account import Account, Bytes
 from kvstrata.store.arena import Arenas
+from kvstrata.store.blocks import Block, rectangles
 from kvstrata.store.coded import CodedTier, PageTier, Restored
 from kvstrata.store.columns import Columns
 from kvstrata.store.exact import ExactTier, Unwritten
 from kvstrata.store.units import UnitTier
 
 DEFAULT_CODECS: Mapping[Tier, Codec] = {Tier[name.upper()]: codec for name, codec in CODECS.items()}
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Block:
-    """A rectangle of rows and heads that hold as many entries: k and v [b, h, n, D].
-
-    `slots` [n] are the places of the entries in the dense forms, None where these are 0 .. n-1.
-    """
-
-    rows: slice
-    heads: slice
-    k: Tensor
-    v: Tensor
-    slots: Tensor | None = None
-
-    def places(self, n: int) -> slice | Tensor:
-        """Where the first n entries stand in the dense forms."""
-        return slice(n) if self.slots is None else self.slots[:n]
 
 
 class LayerStore:
@@ -210,45 +192,7 @@ class LayerStore:
         One rectangle where all lengths agree and none is coded, unless `split_rows` asks for rows apart. Views where
         pages stand together, else copies.
         """
-        rows, heads, table = self.batch_size, self.num_kv_heads, self._exact.table
-        if self.uniform and not split_rows:
-            k, v = table.regular() or self._gathered(range(rows * heads), table.longest)
-            yield Block(slice(0, rows), slice(0, heads), *(t.unflatten(0, (rows, heads)) for t in (k, v)))
-            return
-        regular = table.regular()
-        for row in range(rows):
-            lengths = table.lengths[row * heads : (row + 1) * heads]
-            width = heads if len(set(lengths)) == 1 and not self.coded else 1  # heads that one rectangle has
-            for head in range(0, heads, width):
-                first, n = row * heads + head, lengths[head]
-                if regular is not None:
-                    k, v = (t[first : first + width, :n] for t in regular)
-                else:
-                    k, v = (width == 1 and table.segment(first)) or self._gathered(range(first, first + width), n)
-                rectangle = slice(row, row + 1), slice(head, head + width)
-                yield self._with_coded(first, n, Block(*rectangle, k[None], v[None]))
-
-    def _gathered(self, segments: Sequence[int], n: int) -> tuple[Tensor, Tensor]:
-        """Copies k [segments, n, D] and v of the first n exact entries of each."""
-        pages = self._exact.table.view()
-        which = torch.tensor(segments, device=pages.table.device).repeat_interleave(n)
-        slot = torch.arange(n, device=which.device).repeat(len(segments))
-        k, v = entries.gather(pages, which, slot)
-        self._account.note_copies(k.nbytes + v.nbytes)
-        return k.unflatten(0, (len(segments), n)), v.unflatten(0, (len(segments), n))
-
-    def _with_coded(self, segment: int, exact: int, block: Block) -> Block:
-        """The block of one segment with its coded entries, decoded, before the exact ones."""
-        if not self.coded:
-            return block
-        parts = [(block.k[0, 0], block.v[0, 0], torch.arange(exact, device=self.device))]
-        offset = self.widths[0]
-        for tier in self.coded.values():
-            k, v, at = tier.decoded(segment)
-            parts.insert(-1, (k, v, at + offset))
-            offset += tier.width
-        k, v, slots = (torch.cat(part) for part in zip(*parts, strict=True))
-        return Block(block.rows, block.heads, k[None, None], v[None, None], slots)
+        return rectangles(self._exact, list(self.coded.values()), self.batch_size, split_rows, self._account)
 
     def keys(self) -> Tensor:
         """All keys as [B, H, N, D] in dense order; zeros where no entry is. A view where all lengths agree."""

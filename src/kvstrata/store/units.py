@@ -130,10 +130,11 @@ class UnitTier(CodedTier):
         self, fate: Tensor, exact: ExactTier, chosen: Tensor, stays: Tensor, account: Account
     ) -> Restored | None:
         """See `CodedTier.change`; entries are coded in whole units, consecutive in order of position."""
-        zone, leaves = self._zones(fate)
+        now = self._zone_now()
+        zone, leaves = self._zones(now, fate)
         if any(self.dormant):
             chosen = self._wake(zone, exact, chosen, stays)
-        if not bool(chosen.any()) and not bool((zone != self._zone_now()).any()):
+        if torch.equal(zone, now) and not bool(chosen.any()):
             return None
         order, counts = in_order(exact, chosen)
         if any(count % self._unit for count in counts):
@@ -152,10 +153,9 @@ class UnitTier(CodedTier):
         active, dormant = (torch.tensor(n, device=device)[:, None] for n in (self.active, self.dormant))
         return torch.where(unit < active, ACTIVE, torch.where(unit < active + dormant, DORMANT, GONE))
 
-    def _zones(self, fate: Tensor) -> tuple[Tensor, Tensor]:
+    def _zones(self, now: Tensor, fate: Tensor) -> tuple[Tensor, Tensor]:
         """What every unit [C, units] will be by the fates of its slots, and which slots [C, width] become exact."""
-        zone = self._zone_now()
-        slots = fate.flatten(0, 1)
+        zone, slots = now.clone(), fate.flatten(0, 1)
         leaves = torch.zeros_like(slots, dtype=torch.bool)
         most = max(self.active, default=0)
         if not most:
@@ -203,7 +203,7 @@ class UnitTier(CodedTier):
         New units are of the exact slots `order` [C, n], in turn.
         """
         unit, device = self._unit, zone.device
-        old = int(self._zone_now().shape[1])
+        old = max(map(self._total, range(len(self.active))))
         active, dormant = (zone == ACTIVE).sum(dim=1), (zone == DORMANT).sum(dim=1)
         place = torch.arange(zone.shape[1], device=device)
         wanted = torch.where(place < active[:, None], ACTIVE, DORMANT)
@@ -228,7 +228,7 @@ class UnitTier(CodedTier):
             flat = self.columns.data[name].flatten(0, 1)
             flat[moves.segment[:, None], moves.target[:, None] + inside] = moved
             flat[moves.new_segment[:, None], moves.new_target[:, None] + inside] = coded
-        self._view = None
+        self._changed()
 
     # -- rows ---------------------------------------------------------------------------------------------------
 

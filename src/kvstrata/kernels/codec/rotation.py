@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -15,13 +16,15 @@ def hadamard(x: Tensor) -> Tensor:
     """
     dim = x.shape[-1]
     size = dim & -dim
-    y, half = x.unflatten(-1, (-1, size)), 1
-    while half < size:
-        pairs = y.unflatten(-1, (-1, 2, half))
-        a, b = pairs.unbind(-2)
-        y = torch.stack([a + b, a - b], dim=-2).flatten(-3)
-        half *= 2
-    return y.flatten(-2) * size**-0.5
+    return (x.unflatten(-1, (-1, size)) @ _matrix(size).to(x.device)).flatten(-2)
+
+
+@cache
+def _matrix(size: int) -> Tensor:
+    if size == 1:
+        return torch.ones(1, 1)
+    half = _matrix(size // 2)
+    return torch.cat([torch.cat([half, half], dim=1), torch.cat([half, -half], dim=1)]) * 0.5**0.5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
