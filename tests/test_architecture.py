@@ -10,7 +10,10 @@ import kvstrata
 
 TESTS = Path(__file__).parent
 SRC = TESTS.parent / "src" / "kvstrata"
-ORDER = ("core", "registry", "kernels", "store", "policy", "cache", "hf", "bench", "evaluate", "cli")
+ORDER = (
+    *("core", "registry", "files", "kernels", "store", "policy", "cache", "hf", "bench", "evaluate", "diagnose"),
+    *("calibrate", "cli"),
+)
 FREE = ("_version", "_native")  # anybody may import them
 ROOT = "hf"  # whoever imports the package root gets all that it re-exports, down from here
 APART = [("policy", "store"), ("store", "policy")]

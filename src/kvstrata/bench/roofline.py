@@ -7,7 +7,6 @@ call must read: pages of keys and values with their grids.
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -30,6 +29,7 @@ from kvstrata.bench.kernels import (
     variants,
 )
 from kvstrata.core import KvstrataError
+from kvstrata.files import whole
 from kvstrata.kernels import dispatch
 from kvstrata.kernels.pages import PAGE
 
@@ -240,7 +240,6 @@ def draw(found: Roofline, path: Path) -> Path:
     rate = f"{found.bandwidth[threads]:.0f} GB/s read, {found.gflops:.0f} GFLOP/s in a matrix product"
     axes.set(xscale="log", yscale="log", xlabel="FLOP per byte", ylabel="GFLOP/s", title=f"Threads: {threads}; {rate}")
     axes.legend()
-    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    fig.savefig(scratch, dpi=130, format=path.suffix.lstrip(".") or "png")
-    scratch.replace(path)
+    with whole(path) as scratch:
+        fig.savefig(scratch, dpi=130, format=path.suffix.lstrip(".") or "png")
     return path

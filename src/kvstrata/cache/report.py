@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from kvstrata.cache.cache import PolicyCache
 from kvstrata.cache.layer import Layer
 from kvstrata.core import KvstrataError
+from kvstrata.files import whole
 from kvstrata.store import Account, Bytes
 
 
@@ -101,9 +101,8 @@ class Report:
         axes.set_yticks(list(shown), [str(self.layers[i].layer) for i in shown])
         fig.colorbar(drawn, label="share of heads that keep it")
         path = Path(path)
-        scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        fig.savefig(scratch, dpi=130, format=path.suffix.lstrip(".") or "png")
-        scratch.replace(path)
+        with whole(path) as scratch:
+            fig.savefig(scratch, dpi=130, format=path.suffix.lstrip(".") or "png")
         return path
 
 

@@ -8,6 +8,8 @@ import typer
 from rich.console import Console
 
 from kvstrata.cli.bench import bench
+from kvstrata.cli.calibrate import app as calibrate
+from kvstrata.cli.diagnose import diagnose
 from kvstrata.cli.doctor import doctor
 from kvstrata.cli.estimate import estimate
 from kvstrata.cli.evaluate import app as evaluate
@@ -21,6 +23,8 @@ app.command()(estimate)
 app.command()(doctor)
 app.command()(bench)
 app.add_typer(evaluate, name="evaluate")
+app.command()(diagnose)
+app.add_typer(calibrate, name="calibrate")
 app.command()(ls)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -25,6 +24,7 @@ from kvstrata.bench.roofline import Figure, Roofline, draw, measure, torch_threa
 from kvstrata.cli.estimate import read_tokens
 from kvstrata.cli.tables import MIB, plain_table, progress_bar
 from kvstrata.core import InputError
+from kvstrata.files import whole
 from kvstrata.hf.models import load_model, parse_dtype
 from kvstrata.policy import parse_policy
 from kvstrata.policy.spec import split_specs
@@ -157,9 +157,8 @@ def _ids(tokenizer: PreTrainedTokenizerBase, file: Path | None, tokens: int) -> 
 
 
 def _write(path: Path, text: str) -> None:
-    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    scratch.write_text(text)
-    scratch.replace(path)
+    with whole(path) as scratch:
+        scratch.write_text(text)
 
 
 def _record(row: Row) -> dict[str, Any]:

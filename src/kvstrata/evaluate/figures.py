@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from pathlib import Path
 from statistics import mean
@@ -12,6 +11,7 @@ from kvstrata.core import KvstrataError
 from kvstrata.evaluate.compare import Comparison, Row
 from kvstrata.evaluate.result import Results
 from kvstrata.evaluate.runs import FULL
+from kvstrata.files import whole
 
 ENDINGS = ("png", "svg")
 
@@ -92,7 +92,7 @@ def _save(fig: Any, stem: Path) -> list[Path]:
     found: list[Path] = []
     for ending in ENDINGS:
         path = stem.with_name(f"{stem.name}.{ending}")
-        scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        fig.savefig(scratch, dpi=130, format=ending)
-        found.append(scratch.replace(path))
+        with whole(path) as scratch:
+            fig.savefig(scratch, dpi=130, format=ending)
+        found.append(path)
     return found

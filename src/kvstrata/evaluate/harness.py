@@ -28,6 +28,7 @@ from kvstrata.evaluate.lm_eval_tasks.local import VARIABLE
 from kvstrata.evaluate.runs import continued, read
 from kvstrata.evaluate.task import Settings
 from kvstrata.evaluate.worker import weights_digest
+from kvstrata.files import whole
 from kvstrata.hf import StrataCache, compress
 from kvstrata.hf.compat import CACHE_KEYWORD
 from kvstrata.hf.demo import demo_model
@@ -168,10 +169,8 @@ def _evaluated(lm: StrataLM, tasks: list[str], settings: Settings, manager: Any)
 
 
 def _write(path: Path, record: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_suffix(f".{os.getpid()}.tmp")
-    scratch.write_text(json.dumps(record, indent=2, default=str) + "\n")
-    scratch.replace(path)
+    with whole(path) as scratch:
+        scratch.write_text(json.dumps(record, indent=2, default=str) + "\n")
 
 
 def _rows(path: Path, one: Asked) -> list[dict[str, Any]]:

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvstrata.core import InputError, KvstrataError
 from kvstrata.evaluate.runs import Outcome, labelled
+from kvstrata.files import whole
 
 FORM = "kvstrata.cell/1"
 RAW_FORM = "kvstrata.raw/1"
@@ -162,12 +163,10 @@ class Results:
     def write(self, cell: Cell) -> Path:
         """Write a record whole or not at all."""
         path = self.path(cell.task, cell.run)
-        scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
-            scratch.write_text(cell.model_dump_json(indent=2) + "\n")
-            scratch.replace(path)
+            with whole(path) as scratch:
+                scratch.write_text(cell.model_dump_json(indent=2) + "\n")
         except OSError as error:
-            scratch.unlink(missing_ok=True)
             raise _disk(path, error) from error
         return path
 

@@ -1,0 +1,1 @@
+"""Numbers that a policy needs and a model's own text decides."""

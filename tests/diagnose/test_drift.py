@@ -1,0 +1,96 @@
+"""Formulas of drift on traces made by hand."""
+
+import math
+
+import pytest
+import torch
+
+from kvstrata.core import Tier
+from kvstrata.diagnose.drift import Band, chosen_exact, chosen_oracle, churn, future_missed_mass, reactivation
+from kvstrata.diagnose.traces import Trace
+
+EXACT, CODED, DROP = int(Tier.EXACT), int(Tier.INT2), int(Tier.DROP)
+
+
+def made(mass, tier, prompt, every=1):
+    tier = torch.tensor(tier, dtype=torch.uint8)
+    return Trace(torch.tensor(mass), tier, (tier > 0).float(), torch.arange(len(tier)) * every, prompt)
+
+
+def test_nothing_is_missed_where_nothing_is_dropped():
+    trace = made(torch.rand(4, 6).tolist(), [[EXACT, CODED] * 3] * 3, prompt=2)
+    assert future_missed_mass(trace, horizon=2, sinks=0) == 0
+
+
+def test_missed_mass_of_a_matrix_worked_by_hand():
+    """Prompt of 3 tokens, 2 steps. At event 0 tokens 0, 1, 2 are there and 1 is dropped; steps 0 and 1 come."""
+    mass = [[0.5, 0.2, 0.2, 0.1, 0.0], [0.4, 0.3, 0.1, 0.1, 0.1]]
+    tier = [[EXACT, DROP, CODED, DROP, DROP]]
+    assert future_missed_mass(made(mass, tier, prompt=3), horizon=2, sinks=0) == pytest.approx(0.5 / 1.7)
+    assert future_missed_mass(made(mass, tier, prompt=3), horizon=2, sinks=1) == pytest.approx(0.5 / 0.8)
+    assert math.isnan(future_missed_mass(made(mass, tier, prompt=3), horizon=3, sinks=0)), "too few steps follow"
+
+
+def test_a_token_that_is_not_there_yet_is_not_missed():
+    """The first token of the steps has position 3 and is there from step 1 on."""
+    mass = [[0.0, 0.0, 0.0, 1.0, 0.0], [0.0, 0.0, 0.5, 0.5, 0.0]]
+    trace = made(mass, [[EXACT, EXACT, EXACT, DROP, DROP]], prompt=3)
+    assert future_missed_mass(trace, horizon=2, sinks=0) == 0
+
+
+def test_a_head_that_keeps_a_token_counts_for_its_share():
+    trace = made([[0.5, 0.5]], [[EXACT, EXACT]], prompt=2)
+    trace.kept[0, 1] = 0.25
+    assert future_missed_mass(trace, horizon=1, sinks=0) == pytest.approx(0.375)
+
+
+BAND = Band(sinks=0, local=0, window=2)
+
+
+def test_churn_of_sets_that_stay_and_of_sets_that_change_wholly():
+    stay = [[EXACT] * 2 + [DROP] * 2] * 3
+    assert churn(made([[0.0] * 4] * 3, stay, prompt=4, every=0), BAND) == 0
+    swap = [[EXACT] * 2 + [DROP] * 2, [DROP] * 2 + [EXACT] * 2]
+    assert churn(made([[0.0] * 4] * 2, swap, prompt=4, every=0), BAND) == 1
+    assert churn(made([[0.0] * 4] * 2, [[DROP] * 4] * 2, prompt=4, every=0), BAND) == 0, "both empty"
+
+
+def test_churn_of_the_exact_tier_sees_what_was_only_coded():
+    moves = [[EXACT] * 2 + [CODED] * 2, [CODED] * 2 + [EXACT] * 2]
+    trace = made([[0.0] * 4] * 2, moves, prompt=4, every=0)
+    assert churn(trace, BAND) == 0
+    assert churn(trace, BAND, exact=True) == 1
+
+
+def test_the_newest_windows_compete_only_where_asked():
+    trace = made([[0.0] * 6] * 2, [[EXACT] * 6, [EXACT] * 4 + [DROP] * 2], prompt=6, every=0)
+    assert churn(trace, Band(0, 2, 2)) == 0
+    assert churn(trace, Band(0, 2, 2), tail=True) == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize(
+    ("line", "least", "horizon", "expected"),
+    [
+        ("100001", 4, None, (1, 1)),
+        ("100001", 4, 8, (0, 0)),  # too few events follow to tell
+        ("1000000000000", 4, 8, (1, 0)),
+        ("1000010000000", 4, 8, (1, 1)),  # too few events follow the second run
+        ("1000010000000", 4, 3, (2, 1)),  # which is not rescued
+        ("1000000000001", 4, 8, (1, 1)),
+        ("10000000000001", 4, 8, (1, 0)),  # a step too late
+        ("1001001", 4, None, (0, 0)),
+        ("-000-", 1, None, (1, 0)),
+        ("1111", 1, 1, (0, 0)),
+    ],
+)
+def test_reactivation_of_lines_worked_by_hand(line, least, horizon, expected):
+    states = torch.tensor([{"1": 1, "0": 0, "-": -1}[c] for c in line], dtype=torch.int8)
+    assert tuple(reactivation(states[:, None], least, horizon)) == expected
+
+
+def test_the_oracle_takes_as_many_windows_as_the_policy_keeps_exact():
+    mass = [[0.0, 0.0, 0.3, 0.3, 0.1, 0.1, 0.0, 0.0, 0.0], [0.9, 0.9, *[0.0] * 7]]
+    tier = [[EXACT] * 2 + [CODED] * 2 + [DROP] * 5] * 3
+    trace = made(mass, tier, prompt=6)
+    assert chosen_exact(trace, BAND).tolist() == [[1, 0, 0, -1], [1, 0, 0, -1], [1, 0, 0, 0]]
+    assert chosen_oracle(trace, BAND)[1:].tolist() == [[0, 1, 0, -1], [1, 0, 0, 0]]
