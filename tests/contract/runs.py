@@ -25,7 +25,7 @@ POOLED = {  # heads of a layer share the budget, so they end with different leng
         }
     },
 }
-VOCAB = 128
+VOCAB, EXACT = 128, 99999  # the latter: positions behind which nothing is coded in any test
 
 
 @cache
@@ -89,14 +89,14 @@ def kv(cache):
 
 
 def spec(name: str, budget: str | int) -> str:
-    """A preset with the same budget in every layer and at every step, so that a test knows how much must be kept."""
+    """A preset with the same budget in every layer and at every step, all exact: a test knows how much must be kept."""
     if ":" in name:
         return name
     amount, _, rest = str(budget).partition(",")
     options = {
         "full": "",
         "pyramidkv": f":budget={amount},beta=1",
-        "confkv": f":high={amount},low={amount}",
-        "confkv-l": f":high={amount},low={amount},beta=1,at_least=1",
+        "confkv": f":high={amount},low={amount},window={EXACT}",
+        "confkv-l": f":high={amount},low={amount},beta=1,at_least=1,window={EXACT}",
     }.get(name, f":budget={amount}")
     return name + options + (f",{rest}" if rest else "")

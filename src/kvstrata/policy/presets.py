@@ -215,8 +215,9 @@ def confkv_plus(
 
     tau is what SmolLM2 meets at 42 % of the steps of prose; `kvstrata calibrate tau` finds it for another model.
     """
-    made = confkv(high, low, budget, tau, window=window, demote=16, band=0.02, dwell=2, sinks=4, room=room)
-    return replace(made, name="confkv+")
+    made = confkv(high, low, budget, tau, window=window, demote=16, band=0.02, dwell=2, room=room)
+    guarded = made.map_rules(lambda rule: replace(rule, protect=replace(rule.protect, sinks=FOUR_SINKS)))
+    return replace(guarded, name="confkv+")
 
 
 def _levels(
