@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor
 
@@ -54,6 +56,17 @@ class PolicyCache:
             self.mode.take(rows, first.columns_fed)
         if not self.mode.drafting and not self.mode.prefilling:
             self.settle()
+
+    def fork(self) -> PolicyCache:
+        """A copy that shares all pages until one of both writes to them. Raises `InputError` inside prefilling()."""
+        if self.mode.prefilling:
+            raise InputError("fork() inside prefilling(): end that block first")
+        memo: dict[int, Any] = {id(shared): shared for shared in (self.policy, self.arenas, *self.arenas)}
+        twin = copy.deepcopy(self, memo)
+        for layer in twin.layers.values():
+            layer.store.share()
+        self.arenas.join(twin.account)
+        return twin
 
     @property
     def waits(self) -> bool:

@@ -60,7 +60,7 @@ class Layer:
         self.fed.reset()
         self.events = Events()
         self._pending: Pending | None = None
-        self._acted: int | None = None  # columns fed when a rule last acted
+        self.acted: int | None = None  # columns fed when a rule last acted
         self._like: LayerShape | None = None  # of the keys stored
 
     def reset(self) -> None:
@@ -225,7 +225,7 @@ class Layer:
                     self.store.kernels_for(k, v)
                 except ValueError as error:
                     raise SpecError(str(error)) from error
-            self._like = shape = self.shape_of(k, v)
+            shape = self.shape_of(k, v)
             for rule in self.rules.values():
                 for sure in (0.0, 1.0):
                     _ = rule and rule.budget.limits(1, sure, shape)
@@ -295,14 +295,14 @@ class Layer:
             else any(n > caps[head % len(caps)] for head, n in enumerate(lengths))
             for lengths, caps in zip(self.store.lengths(), limits, strict=True)
         )
-        since = None if self._acted is None else self.columns_fed - self._acted
+        since = None if self.acted is None else self.columns_fed - self.acted
         due = rule.trigger.due(over, since)
         return limits if due or rule.tiers.due(self.store.exact_lengths(), self.store.exact_positions()) else None
 
     @property
     def shape(self) -> LayerShape:
         """What budgets are resolved with."""
-        assert self._like is not None
+        self._like = self._like or self.shape_of(*self.store.none_of())
         return replace(self._like, batch_size=self.store.batch_size)
 
     def _settle(self, forward: Pending, rule: Rule, limits: list[tuple[int, ...]] | None) -> None:
@@ -315,7 +315,7 @@ class Layer:
         if limits is None:
             return
         plan = rule.plan(signals, limits, self.shape)
-        self._acted = self.columns_fed
+        self.acted = self.columns_fed
         self.events.plans += 1
         self.events.overruns += rule.overruns(limits)
         self.events.nan_scores = self.events.nan_scores + plan.nan_scores
@@ -394,7 +394,7 @@ class Layer:
                 q[:, : max(0, q.shape[1] - less)] for q, less in zip(pending.queries, gone, strict=False)
             ]
         self.fed.crop(count)
-        self._acted = None if self._acted is None else min(self._acted, self.columns_fed)
+        self.acted = None if self.acted is None else min(self.acted, self.columns_fed)
         position, valid = self.store.column("position"), self.store.valid()
         end = torch.tensor(self.seen, device=position.device)[:, None, None]
         self._drop(~(valid & (position < end)))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -13,12 +15,23 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from kvstrata.cache import Layer, PolicyCache, Report
 from kvstrata.cache.report import build_report
 from kvstrata.core import InputError, KvstrataError, UnsupportedModelError
-from kvstrata.hf import compat
+from kvstrata.hf import compat, files
 from kvstrata.hf.attention import Handoff
+from kvstrata.hf.files import fingerprint
 from kvstrata.hf.rotary import rotary_of
 from kvstrata.kernels.attention import KernelName
 from kvstrata.policy.policy import Policy
 from kvstrata.store import Account, Bytes
+
+
+class Kin:
+    """What a cache and its copies share: their model, and whether its compress() block is open."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model, self.is_open = model, True
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Kin:
+        return self
 
 
 class StrataLayer(CacheLayerMixin):
@@ -28,10 +41,9 @@ class StrataLayer(CacheLayerMixin):
     is_sliding = False
     supports_early_init = False
 
-    def __init__(self, layer: Layer, engine: PolicyCache) -> None:
+    def __init__(self, layer: Layer, engine: PolicyCache, kin: Kin) -> None:
         super().__init__()
-        self.layer, self._engine = layer, engine
-        self.is_open = True
+        self.layer, self._engine, self._kin = layer, engine, kin
 
     @property
     def record_past(self) -> bool:
@@ -51,7 +63,7 @@ class StrataLayer(CacheLayerMixin):
     @compat.not_compiled
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Tensor]:
         """Hand over keys and values [B, H, Q, D]; they are stored when attention runs."""
-        if not self.is_open:
+        if not self._kin.is_open:
             raise KvstrataError("this cache's compress() block has ended: run the model inside the block")
         return Handoff(self.layer, key_states), value_states
 
@@ -110,11 +122,11 @@ class StrataCache(Cache):
             like = torch.empty(1, shape[0], 1, shape[1], dtype=model.dtype, device="meta")
             for layer in self.strata.values():
                 layer.check(like, like)
-        super().__init__(
-            layers=[
-                StrataLayer(self.strata[i], self.engine) if i in self.strata else stock[i] for i in range(len(stock))
-            ]
-        )
+        self.kin = Kin(model)
+        layers = list(stock)
+        for i, layer in self.strata.items():
+            layers[i] = StrataLayer(layer, self.engine, self.kin)
+        super().__init__(layers=layers)
 
     @property
     def policy(self) -> Policy:
@@ -133,9 +145,7 @@ class StrataCache(Cache):
 
     def close(self) -> None:
         """Refuse further forwards; what is stored can still be read."""
-        for layer in self.layers:
-            if isinstance(layer, StrataLayer):
-                layer.is_open = False
+        self.kin.is_open = False
 
     # -- transformers' cache contract, where layers must act together -------------------------------------------
 
@@ -177,6 +187,34 @@ class StrataCache(Cache):
     def prefilling(self) -> AbstractContextManager[None]:
         """Feed one prompt in parts and let the policy act once, after the last: one-shot quality at the full peak."""
         return self.engine.prefilling()
+
+    # -- copies and files ---------------------------------------------------------------------------------------
+
+    def fork(self) -> StrataCache:
+        """A copy that goes its own way, in the same compress() block; memory is shared until one of both writes.
+
+        Raises `InputError` inside prefilling().
+        """
+        engine = self.engine.fork()
+        memo: dict[int, Any] = {id(self.engine): engine}
+        memo |= {id(layer): engine.layers[i] for i, layer in self.strata.items()}
+        return copy.deepcopy(self, memo)
+
+    def save(self, folder: str | Path) -> Path:
+        """Write what is stored into a folder, as safetensors and JSON, whole or not at all.
+
+        Raises `InputError` while a forward waits, and where layers are passed through uncompressed.
+        """
+        if self.passed_through:
+            raise InputError("layers that are passed through uncompressed cannot be saved: kvstrata has only its own")
+        return files.save(self.engine, Path(folder), fingerprint(self.kin.model))
+
+    def load(self, folder: str | Path) -> None:
+        """Fill this empty cache from a folder that `save` wrote, under the same policy and model.
+
+        Raises `InputError` for another policy or model, a cache that holds something, and files that are damaged.
+        """
+        files.load(self.engine, Path(folder), self.kin.model)
 
     # -- what users read ----------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from kvstrata.hf.cache import StrataCache
 
 @contextmanager
 def logits_to(cache: StrataCache, model: PreTrainedModel) -> Generator[None]:
-    """Inside the block, end the step of `cache` with the logits of every forward of `model` that it was passed to.
+    """Inside the block, end the step of `cache`, or of its forks, with the logits of the forward it was passed to.
 
     Nothing is hooked where the policy reads no logits.
     """
@@ -26,10 +26,9 @@ def logits_to(cache: StrataCache, model: PreTrainedModel) -> Generator[None]:
 
     @compat.not_compiled
     def end_step(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if any(value is cache for value in (*args, *kwargs.values())):
-            logits = _logits(output)
-            if logits is not None:
-                cache.engine.end_step(logits.detach())
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, StrataCache) and value.kin is cache.kin and (logits := _logits(output)) is not None:
+                value.engine.end_step(logits.detach())
 
     handle = model.register_forward_hook(end_step, with_kwargs=True)
     try:

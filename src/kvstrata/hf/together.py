@@ -92,7 +92,7 @@ def _shared(caches: Sequence[StrataCache], index: int) -> Any:
     if not isinstance(first, StrataLayer):
         return first
     same = _SameLayer([cache.strata[index] for cache in caches])
-    return StrataLayer(cast(Layer, same), caches[0].engine)
+    return StrataLayer(cast(Layer, same), caches[0].engine, caches[0].kin)
 
 
 def under_padding(mask: Tensor | None, queries: int) -> dict[str, Tensor]:

@@ -28,7 +28,7 @@ class Arena:
         self.blocks: list[Block] = []  # ascending
         self.native: Any = dispatch.native_arena(kernels, format)
         self.page_bytes = format.page_bytes  # kept, since every step asks for it
-        self._account = account
+        self._accounts = [account]
         self._taken: list[bytearray] = []  # of every block: 1 where a page is in use
         self._extra: Counter[int] = Counter()  # users beyond the first of a page that has several
         self._pages = 0
@@ -42,6 +42,11 @@ class Arena:
         self.native = dispatch.native_arena(self.kernels, self.format)
         for block in self.blocks:
             self._tell_native(block)
+
+    def join(self, account: Account) -> None:
+        """Tell these books too."""
+        self._accounts.append(account)
+        self._settle_account()
 
     @property
     def has_shared(self) -> bool:
@@ -148,22 +153,36 @@ class Arena:
             self.native.add(*block)
 
     def _settle_account(self) -> None:
-        self._account.set(self, Bytes(reserved=self._pages * self.page_bytes))
+        for account in self._accounts:
+            account.set(self, Bytes(reserved=self._pages * self.page_bytes))
 
 
 class Arenas:
     """The arenas of one cache, one for each format and device, made when first asked for."""
 
     def __init__(self, account: Account) -> None:
-        self._account = account
+        self._accounts = [account]
         self._made: dict[tuple[Format, torch.device, Implementation], Arena] = {}
 
     def __iter__(self) -> Iterator[Arena]:
         return iter(self._made.values())
 
+    @property
+    def shared(self) -> bool:
+        """Whether several caches live here."""
+        return len(self._accounts) > 1
+
+    def join(self, account: Account) -> None:
+        """Let another cache live here too, whose books are told of every change."""
+        self._accounts.append(account)
+        for arena in self._made.values():
+            arena.join(account)
+
     def get(self, format: Format, device: torch.device, kernels: Implementation) -> Arena:
         """The arena for pages of this format that these kernels work on."""
         key = (format, device, kernels)
         if key not in self._made:
-            self._made[key] = Arena(format, device, self._account, kernels)
+            self._made[key] = Arena(format, device, self._accounts[0], kernels)
+            for account in self._accounts[1:]:
+                self._made[key].join(account)
         return self._made[key]

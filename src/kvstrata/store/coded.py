@@ -137,6 +137,10 @@ class CodedTier:
 
     # -- change -------------------------------------------------------------------------------------------------
 
+    def share(self) -> None:
+        """Count another user for every page: a copy of this tier."""
+        self.arena.share(page for pages in self.pages for page in pages)
+
     def change(
         self, fate: Tensor, exact: ExactTier, chosen: Tensor, stays: Tensor, account: Account
     ) -> Restored | None:
@@ -290,6 +294,11 @@ class PageTier(CodedTier):
         if moved != page:
             self.arena.give([page])
         return moved
+
+    def refill(self, fills: Sequence[Sequence[int]]) -> None:
+        """Set the entries of pages that were put here."""
+        self._fills = [list(row) for row in fills]
+        self._changed()
 
     def select(self, segments: Sequence[int], rows: Tensor) -> None:
         """See `CodedTier.select`."""

@@ -69,6 +69,11 @@ class LayerStore:
         self.batch_size = self.num_kv_heads = 0
         self._account.set(self.layer, Bytes())
 
+    def __del__(self) -> None:
+        """Give pages back, since other caches may live in the same arenas."""
+        if getattr(self, "exact", None) is not None and self._arenas.shared:
+            self.reset()
+
     # -- size ---------------------------------------------------------------------------------------------------
 
     @property
@@ -155,6 +160,13 @@ class LayerStore:
             sizes["frame_bytes"] = heads * 4 * form.frame_numbers
         return sizes
 
+    def none_of(self) -> tuple[Tensor, Tensor]:
+        """k [B, H, 0, D] and v like those stored."""
+        arena, shape = self._exact.table.arena, (self.batch_size, self.num_kv_heads, 0)
+        f = arena.format
+        k, v = (torch.empty(*shape, dim, dtype=f.dtype, device=arena.device) for dim in (f.k_dim, f.v_dim))
+        return k, v
+
     @property
     def _exact(self) -> ExactTier:
         assert self.exact is not None
@@ -164,7 +176,8 @@ class LayerStore:
     def _column_bytes(self) -> int:
         return sum(column.nbytes for column in self.columns)
 
-    def _settle_account(self) -> None:
+    def settle_account(self) -> None:
+        """Tell the books what is held now."""
         if self.exact is None or self.is_empty:
             self._account.set(self.layer, Bytes())
             return
@@ -253,15 +266,31 @@ class LayerStore:
     def stage(self, k: Tensor, v: Tensor, tokens: Sequence[int], first: Sequence[int], step: int) -> None:
         """Do all of `append` but the writing of keys and values, which attention can do on its way."""
         if self.is_empty:
-            self.kernels = self.kernels_for(k, v)
-            form = Format(None, k.dtype, k.shape[-1], v.shape[-1])
-            arena = self._arenas.get(form, k.device, self.kernels)
-            self.batch_size, self.num_kv_heads = k.shape[:2]
-            columns = self._new_columns(k.device)
-            together = self.kernels in ("reference", "exact")
-            self.exact = self._exact_tier(arena, columns, self.num_kv_heads, together, self._account)
+            self._lay_out(k, v, k.shape[0], k.shape[1])
         self._exact.stage(k, v, tokens, first, step)
-        self._settle_account()
+        self.settle_account()
+
+    def _lay_out(self, k: Tensor, v: Tensor, rows: int, heads: int) -> None:
+        """Make an exact tier for keys [..., D] and values like these."""
+        self.kernels, self.batch_size, self.num_kv_heads = self.kernels_for(k, v), rows, heads
+        arena = self._arenas.get(Format(None, k.dtype, k.shape[-1], v.shape[-1]), k.device, self.kernels)
+        together = self.kernels in ("reference", "exact")
+        self.exact = self._exact_tier(arena, self._new_columns(k.device), heads, together, self._account)
+
+    def refill(
+        self, k: Tensor, v: Tensor, columns: Mapping[str, Tensor], counts: Sequence[Sequence[int]], heads: int
+    ) -> None:
+        """Fill an empty store with exact entries, counts [B][1|H]: k [n, D] and v of all segments, and columns."""
+        self._lay_out(k, v, len(counts), heads)
+        self._exact.restore(counts, k, v, columns)
+        self.settle_account()
+
+    def share(self) -> None:
+        """Count another user for every page: a copy of this store, in the same arenas."""
+        if self.exact is not None:
+            self.exact.table.share()
+            for tier in self.coded.values():
+                tier.share()
 
     def take_unwritten(self) -> Unwritten | None:
         """What is staged and not written; the caller writes it."""
@@ -305,7 +334,7 @@ class LayerStore:
         if bool(coded.any()):
             coded &= exact.valid()
             for name in sorted({Tier(value) for value in mine[coded].unique().tolist()} - set(self.coded)):
-                self.coded[name] = self._open(name)
+                self.open_tier(name)
                 fates[name] = mine[..., :0]
         restored: list[Restored] = []
         for name, tier in list(self.coded.items()):
@@ -316,11 +345,11 @@ class LayerStore:
         exact.drop((mine != Tier.DROP) & ~coded)
         for entries_back in restored:
             exact.restore(*entries_back)
-        self._settle_account()
+        self.settle_account()
         return before - sum(map(sum, self.lengths()))
 
-    def _open(self, name: Tier) -> CodedTier:
-        """A coded tier without entries."""
+    def open_tier(self, name: Tier) -> CodedTier:
+        """Open a coded tier, without entries. Raises `ValueError` where kernels cannot serve it."""
         exact = self._exact.table.arena
         codec, f = self._codecs[name], exact.format
         form = Format(codec, f.dtype, f.k_dim, f.v_dim)
@@ -329,8 +358,10 @@ class LayerStore:
         arena = self._arenas.get(form, exact.device, self.kernels)
         columns = self._new_columns(self.device)
         if codec.unit == PAGE and codec.plain:
-            return self._page_tier(name, arena, columns, self.num_kv_heads)
-        return self._unit_tier(name, arena, columns, self.num_kv_heads, self._rotary)
+            self.coded[name] = self._page_tier(name, arena, columns, self.num_kv_heads)
+        else:
+            self.coded[name] = self._unit_tier(name, arena, columns, self.num_kv_heads, self._rotary)
+        return self.coded[name]
 
     def dormant(self) -> Tensor | None:
         """[B, 1|H, N] bool: which exact entries have codes that sleep, or None where none has."""
@@ -348,7 +379,7 @@ class LayerStore:
         """Put the exact entries of every segment into ascending order of position."""
         if not self.is_empty:
             self._exact.sort()
-            self._settle_account()
+            self.settle_account()
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Make row i a copy of what is row `rows[i]` now; rows may repeat or be left out. Copies share their pages."""
@@ -360,9 +391,9 @@ class LayerStore:
         for tier in self.coded.values():
             tier.select([row * heads + head for row in rows for head in range(heads)], picked)
         self.batch_size = len(rows)
-        self._settle_account()
+        self.settle_account()
 
     def unshare(self) -> None:
         """Give every row exact pages of its own, as if it had been fed alone."""
         self._exact.unshare()
-        self._settle_account()
+        self.settle_account()

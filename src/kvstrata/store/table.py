@@ -178,6 +178,10 @@ class PageTable:
         self.arena.share(page for pages in self.pages for page in pages)
         self.arena.give(page for pages in before for page in pages)
 
+    def share(self) -> None:
+        """Count another user for every page: a copy of this table."""
+        self.arena.share(page for pages in self.pages for page in pages)
+
     def free(self) -> None:
         """Give every page back."""
         self.arena.give(page for pages in self.pages for page in pages)

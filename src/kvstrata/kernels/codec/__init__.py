@@ -42,7 +42,7 @@ class Codec:
     @property
     def plain(self) -> bool:
         """Whether compiled kernels know it: codes and grids alone give the keys as attention reads them."""
-        return self.k_axis == "channel" and not self.rotated and self.key_space == "post"
+        return self.k_axis == "channel" and self.window >= 8 and not self.rotated and self.key_space == "post"
 
 
 INT8 = Codec("int8", 8, 8, symmetric=True, v_axis="channel")
