@@ -15,15 +15,16 @@ import torch
 from torch import Tensor
 
 from kvstrata.cache.fed import Fed
-from kvstrata.cache.step import MOST_DRAFTS, Events, Mode, Pending, joined_queries, newest_queries
+from kvstrata.cache.step import MOST_DRAFTS, Events, Mode, Pending, check_own, joined_queries, newest_queries
 from kvstrata.cache.stored import attend_stored, mass_of
-from kvstrata.core import InputError, LayerShape, Phase, Plan, Signals, SpecError, Tier, UnsupportedModelError
+from kvstrata.core import InputError, LayerShape, Phase, Plan, Signals, SpecError, Tier
 from kvstrata.kernels.attention import KernelName, Softmax
 from kvstrata.kernels.codec.rotation import Rotary
 from kvstrata.kernels.mass import ALL_ROWS
 from kvstrata.policy.policy import Policy, Rule
 from kvstrata.store import Account, Arenas, LayerStore
 
+TOO_MUCH = 1.0  # squared error of coded keys over what tells keys apart, from which on they say nothing
 PREFILL_ABOVE = 16  # more queries than this at once are a prompt, not drafts
 
 
@@ -62,6 +63,7 @@ class Layer:
         self._pending: Pending | None = None
         self.acted: int | None = None  # columns fed when a rule last acted
         self._like: LayerShape | None = None  # of the keys stored
+        self._trusted: bool | None = None  # whether codes are good enough here; None: not looked yet
 
     def reset(self) -> None:
         """Free everything and start the clock anew."""
@@ -121,7 +123,7 @@ class Layer:
             self._accept()
         rule = self.rules[self._phase(queries)]
         if own is not None:
-            self._check_own(rule)
+            check_own(self._mode, rule, self.rules.values())
         if past is not None:
             self._hide(past)
         self.store.stage(k, v, tokens, self.seen or [0] * batch, self.step)
@@ -232,16 +234,6 @@ class Layer:
         elif batch != self.store.batch_size:
             raise InputError(f"{batch} rows given to a cache that holds {self.store.batch_size}: reset() it first")
 
-    def _check_own(self, rule: Rule | None) -> None:
-        """Refuse image masks where attention is summed later, when they are gone."""
-        mode = self._mode
-        late = mode.drafting or (mode.prefilling and rule is not None and not rule.scorer.columns)
-        if late and any(rule.scorer.mass for rule in self.rules.values() if rule):
-            raise UnsupportedModelError(
-                "a prompt whose tokens see later ones (images) cannot come with drafts, nor in parts with "
-                "prefilling(), under a policy that reads attention: feed it at once, then draft"
-            )
-
     def shape_of(self, k: Tensor, v: Tensor) -> LayerShape:
         """What budgets are resolved with once k and v [B, H, Q, D] are stored."""
         sizes = self.store.sizes_of(k, v)
@@ -314,12 +306,20 @@ class Layer:
             signals = self._observe(rule, signals)
         if limits is None:
             return
+        rule = self._guarded(rule)
         plan = rule.plan(signals, limits, self.shape)
         self.acted = self.columns_fed
         self.events.plans += 1
         self.events.overruns += rule.overruns(limits)
         self.events.nan_scores = self.events.nan_scores + plan.nan_scores
         self.events.evicted += self.store.apply(plan)
+
+    def _guarded(self, rule: Rule) -> Rule:
+        """The rule, without its codes where those would lose what keys say; found out once, before any are made."""
+        if self._trusted is None and rule.tiers.coding:
+            self.events.lost = max(map(self.store.key_loss, self._codecs))
+            self._trusted = self.events.lost < TOO_MUCH
+        return rule if self._trusted is not False else replace(rule, tiers=rule.tiers.uncoded())
 
     def _signals(self, forward: Pending, rule: Rule, limits: list[tuple[int, ...]] | None) -> Signals:
         store, queries = self.store, tuple(forward.tokens)

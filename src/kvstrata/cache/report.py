@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from kvstrata.cache.cache import PolicyCache
-from kvstrata.cache.layer import Layer
+from kvstrata.cache.layer import TOO_MUCH, Layer
 from kvstrata.core import KvstrataError
 from kvstrata.files import whole
 from kvstrata.store import Account, Bytes
+from kvstrata.store.units import UnitTier
 
 
 def human_bytes(count: float) -> str:
@@ -40,7 +41,11 @@ class LayerReport:
     overruns: int  # plans whose protected tokens exceeded the budget
     nan_scores: int
     no_logits: int  # forwards whose logits were needed and never came
-    note: str  # why nothing was dropped, or empty
+    asleep: int  # entries in the ledger of codes that attention does not read
+    rescales: int  # times that a running grid grew, and its codes were rounded anew
+    nonfinite: int  # numbers that were infinite or NaN when they were coded
+    key_loss: float  # squared error of coded keys over the variance of keys, as far as it was looked at
+    note: str  # why nothing was dropped or coded, or empty
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,11 +143,17 @@ def _layer(layer: Layer, account: Account) -> LayerReport:
         events.overruns,
         int(events.nan_scores),
         events.no_logits,
+        sum(sum(tier.dormant) * tier.unit for tier in layer.store.coded.values() if isinstance(tier, UnitTier)),
+        sum(tier.rescales for tier in layer.store.coded.values() if isinstance(tier, UnitTier)),
+        sum(tier.others for tier in layer.store.coded.values()),
+        events.lost,
         _note(layer),
     )
 
 
 def _note(layer: Layer) -> str:
+    if layer.events.lost >= TOO_MUCH:
+        return f"not coded: the error would be {layer.events.lost:.2g} of what tells its keys apart"
     if not any(layer.rules.values()):
         return "the policy keeps everything"
     if layer.store.is_empty or layer.events.plans:
@@ -184,6 +195,7 @@ def _grouped(layers: list[LayerReport]) -> dict[str, list[int]]:
             "over budget": layer.overruns,
             "NaN scores": layer.nan_scores,
             "forwards without logits": layer.no_logits,
+            "numbers not finite when coded": layer.nonfinite,
         }
         text += "".join(f", {count} {name}" for name, count in extras.items() if count)
         text += f"; {layer.note}" if layer.note else ""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from kvstrata.cache.fed import Fed
+from kvstrata.core import UnsupportedModelError
 from kvstrata.kernels.attention import Softmax
 from kvstrata.kernels.mass import ALL_ROWS
 from kvstrata.policy.confidence import Mood, Steady
@@ -66,6 +68,7 @@ class Events:
     nan_scores: Tensor | int = 0  # a tensor on the layer's device until the report reads it
     plans: int = 0
     no_logits: int = 0  # forwards whose logits were needed and never came
+    lost: float = 0.0  # squared error of coded keys over the variance of keys, as far as it was looked at
 
 
 @dataclass(slots=True)
@@ -94,3 +97,13 @@ def joined_queries(before: Tensor, now: Tensor, rows: int) -> Tensor:
     """Queries [H*G, R, D] of two parts of a prompt, the newest `rows` of them."""
     missing = before.shape[1] if rows == ALL_ROWS else min(before.shape[1], rows - now.shape[1])
     return torch.cat([before[:, before.shape[1] - missing :], now], dim=1) if missing > 0 else now
+
+
+def check_own(mode: Mode, rule: Rule | None, rules: Iterable[Rule | None]) -> None:
+    """Refuse image masks where attention is summed later, when they are gone."""
+    late = mode.drafting or (mode.prefilling and rule is not None and not rule.scorer.columns)
+    if late and any(other.scorer.mass for other in rules if other):
+        raise UnsupportedModelError(
+            "a prompt whose tokens see later ones (images) cannot come with drafts, nor in parts with "
+            "prefilling(), under a policy that reads attention: feed it at once, then draft"
+        )

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from fractions import Fraction
 from functools import lru_cache
+from statistics import mean
 
-from kvstrata.bench.counting import KvShape, count_bytes
+from kvstrata.bench.counting import Bill, KvShape, count_bytes
 from kvstrata.core import InputError, SpecError
 from kvstrata.policy import Policy, parse_policy
-from kvstrata.policy.allocation import RATE
 from kvstrata.policy.budget import Share, parse_budget
+
+POINTS = 4  # between the prompt's end and the last token, at which bytes are counted
 
 
 def resolve(spec: str, budget: str | None, shape: KvShape | None, context: int, new_tokens: int) -> Policy:
@@ -55,14 +57,16 @@ def _held_at(policy: Policy, share: Fraction, shape: KvShape, context: int, new_
 @lru_cache(maxsize=4096)
 def held(policy: Policy, shape: KvShape, context: int, new_tokens: int) -> float:
     """Bytes held on average from the prompt's end to the last token's, for one row."""
-    grows = any(entry.decode is None for entry in policy.table)
-    if not grows:  # the same share of what was seen at every step: on average what it is half-way
-        context, new_tokens = context + new_tokens // 2, 0
+    # a layer that grows by one entry a step while the model is unsure is cut at the next sure step, so never far from
+    # what it may have then
+    sure = 1.0 if policy.at_step_end else 0.0
 
-    def mean_at(confidence: float) -> float:
-        bill = count_bytes(policy, shape, context=context, new_tokens=new_tokens + 1, confidence=confidence)
-        return (bill.after_prompt.held + bill.at_end.held) / 2
+    def bill(tokens: int, more: int) -> Bill:
+        return count_bytes(policy, shape, context=tokens, new_tokens=more, confidence=sure)
 
-    if not policy.at_step_end:
-        return mean_at(0.0)
-    return float(RATE) * mean_at(1.0) + (1 - float(RATE)) * mean_at(0.0)
+    if any(entry.decode is None for entry in policy.table):  # grows evenly
+        both = bill(context, new_tokens + 1)
+        return (both.after_prompt.held + both.at_end.held) / 2
+    # the same share of what was seen at every step, but for pages that fill up
+    seen = {context + new_tokens * i // POINTS for i in range(POINTS + 1)}
+    return mean(bill(tokens, 1).after_prompt.held for tokens in seen)

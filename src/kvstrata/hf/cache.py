@@ -18,7 +18,7 @@ from kvstrata.core import InputError, KvstrataError, UnsupportedModelError
 from kvstrata.hf import compat, files
 from kvstrata.hf.attention import Handoff
 from kvstrata.hf.files import fingerprint
-from kvstrata.hf.rotary import rotary_of
+from kvstrata.hf.rotary import rotary_for
 from kvstrata.kernels.attention import KernelName
 from kvstrata.policy.policy import Policy
 from kvstrata.store import Account, Bytes
@@ -116,8 +116,7 @@ class StrataCache(Cache):
         if not ours:
             kinds = ", ".join(sorted(set(self.passed_through.values())))
             raise UnsupportedModelError(f"{type(model).__name__} has no full-attention layer to compress, only {kinds}")
-        rotary = rotary_of(model) if "rotary" in policy.needs else None
-        self.engine = PolicyCache(policy, ours, kernels, rotary)
+        self.engine = PolicyCache(policy, ours, kernels, rotary_for(policy, model))
         if shape := compat.kv_shape(config):  # so that a budget that cannot be met is refused here already
             like = torch.empty(1, shape[0], 1, shape[1], dtype=model.dtype, device="meta")
             for layer in self.strata.values():

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from kvstrata.core import UnsupportedModelError
 from kvstrata.hf import compat
 from kvstrata.kernels.codec.rotation import Rotary
+from kvstrata.policy.policy import Policy
 
 FIXED = ("default", "linear", "llama3", "yarn")  # kinds whose angles do not depend on how long the text is
 
@@ -43,6 +44,21 @@ def rotary_of(model: PreTrainedModel) -> Rotary:
     if not _agrees(rotary, module, model, dim):
         raise refuse("its own rotation is of another form")
     return rotary
+
+
+def rotary_for(policy: Policy, model: PreTrainedModel) -> Rotary | None:
+    """What a policy must know of a model's rotary positions: to code keys before them, and to judge what codes lose.
+
+    Raises `UnsupportedModelError` where it cannot do without.
+    """
+    if not policy.codes:
+        return None
+    try:
+        return rotary_of(model)
+    except UnsupportedModelError:
+        if "rotary" in policy.needs:
+            raise
+        return None
 
 
 def _agrees(rotary: Rotary, module: Any, model: PreTrainedModel, dim: int) -> bool:

@@ -209,6 +209,11 @@ class Policy:
         return any(rule.at_step_end for rule in self._every_rule())
 
     @property
+    def codes(self) -> bool:
+        """Whether some rule codes entries."""
+        return any(rule.tiers.coding for rule in self._every_rule())
+
+    @property
     def steadied(self) -> tuple[float, Steady] | None:
         """How confidence is steadied, and for which tau. Raises `SpecError` where rules disagree."""
         found = {rule.budget.steadied for rule in self._every_rule() if rule.budget.needs}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -56,6 +56,10 @@ class Recoverable:
             )
         if self.margin < 0:
             raise SpecError(f"margin={self.margin}: give 0 or more")
+
+    def uncoded(self) -> Recoverable:
+        """Exact or dropped."""
+        return replace(self, split=Fraction(0))
 
     @property
     def reserve(self) -> int:

@@ -85,6 +85,10 @@ class Tiering(Protocol):
         """Tokens outside the ranking that are kept beside the protected ones."""
         ...
 
+    def uncoded(self) -> Tiering:
+        """The same without any codes, for layers whose keys would not survive them."""
+        ...
+
     def due(self, exact: Sequence[Sequence[int]], position: Tensor) -> bool:
         """Whether entries would change tiers, were nothing dropped.
 
@@ -108,6 +112,10 @@ class Native:
     ranks = False
     coding = None
     reserve = 0
+
+    def uncoded(self) -> Native:
+        """Itself."""
+        return self
 
     def due(self, exact: Sequence[Sequence[int]], position: Tensor) -> bool:
         """Never."""
@@ -140,6 +148,10 @@ class ByAge:
             raise SpecError(f"exact={self.exact}: give 0 or more")
         if self.at_once < 1:
             raise SpecError(f"at_once={self.at_once}: give 1 or more")
+
+    def uncoded(self) -> Native:
+        """Everything exact."""
+        return Native()
 
     @property
     def step(self) -> int:

@@ -9,9 +9,14 @@ import torch
 from torch import Tensor
 
 from kvstrata.kernels import entries
+from kvstrata.kernels.codec import Codec, packing
+from kvstrata.kernels.codec.rotation import Rotary
+from kvstrata.kernels.pages import Format
 from kvstrata.store.account import Account
 from kvstrata.store.coded import CodedTier
 from kvstrata.store.exact import ExactTier
+
+SAMPLE = 256  # entries of a head that tell whether codes serve
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,3 +87,16 @@ def _with_coded(segment: int, exact: ExactTier, coded: Sequence[CodedTier], bloc
         offset += tier.width
     k, v, slots = (torch.cat(part) for part in zip(*parts, strict=True))
     return Block(block.rows, block.heads, k[None, None], v[None, None], slots)
+
+
+def key_loss(exact: ExactTier, codec: Codec, rotary: Rotary | None) -> float:
+    """`packing.key_loss` of the first row's newest exact entries, in the head that loses most."""
+    f, account, found = exact.table.arena.format, Account(), list[float]()
+    form = Format(codec, f.dtype, f.k_dim, f.v_dim)
+    for head in range(exact.heads):
+        n = exact.table.lengths[head]
+        k = _gathered(exact, [head], n, account)[0][0, -SAMPLE:]
+        position = exact.columns.data["position"][0, head % exact.columns.shape[1], :n][-SAMPLE:]
+        before = k.float() if rotary is None else rotary.off(k.float(), position)
+        found.append(packing.key_loss(form, k, before))
+    return max(found)

@@ -76,6 +76,11 @@ class CodedTier:
         """Codes of the entries and their grids; shared pages once."""
         raise NotImplementedError
 
+    @property
+    def others(self) -> int:
+        """Numbers that were infinite or NaN when they were coded."""
+        raise NotImplementedError
+
     def lengths(self) -> list[int]:
         """Entries of every kv segment."""
         return [sum(fills) for fills in self.fills()]
@@ -189,7 +194,7 @@ class PageTier(CodedTier):
     def __init__(self, tier: Tier, arena: Arena, columns: Columns, num_kv_heads: int) -> None:
         super().__init__(tier, arena, columns, num_kv_heads)
         self._fills: list[list[int]] = [[] for _ in self.pages]
-        self.nonfinite = 0  # numbers that were infinite or NaN when they were coded
+        self._others = 0
 
     @property
     def width(self) -> int:
@@ -199,6 +204,11 @@ class PageTier(CodedTier):
     def fills(self) -> list[list[int]]:
         """Entries of every page."""
         return self._fills
+
+    @property
+    def others(self) -> int:
+        """Numbers that were infinite or NaN when they were coded."""
+        return self._others
 
     def used(self) -> dict[int, int]:
         """Entries of every page."""
@@ -258,7 +268,7 @@ class PageTier(CodedTier):
         for pages, fills, count in zip(self.pages, self._fills, counts, strict=True):
             pages += [next(source) for _ in range(count)]
             fills += [PAGE] * count
-        self.nonfinite += packed.nonfinite
+        self._others += packed.nonfinite
         self._changed()
         self._fit_columns()
 

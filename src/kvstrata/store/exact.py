@@ -93,9 +93,9 @@ class ExactTier:
 
     def restore(self, counts: Sequence[Sequence[int]], k: Tensor, v: Tensor, columns: Mapping[str, Tensor]) -> None:
         """Store entries that were coded: counts [B][1|H], k [n, D] and v of all segments, and their columns."""
-        table = self.table
         new = [n for row in counts for n in row for _ in range(self._served)]
         self._make_room(new)
+        table = self.table  # which may be another now
         padded_k, padded_v = (x.new_zeros(len(new), 1, max(new), x.shape[-1]) for x in (k, v))
         last = torch.arange(max(new), device=k.device) >= max(new) - torch.tensor(new, device=k.device)[:, None]
         padded_k[:, 0][last], padded_v[:, 0][last] = k, v

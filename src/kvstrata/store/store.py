@@ -15,7 +15,7 @@ from kvstrata.kernels.dispatch import Implementation, KernelName
 from kvstrata.kernels.pages import PAGE, Format, Pages
 from kvstrata.store.account import Account, Bytes
 from kvstrata.store.arena import Arenas
-from kvstrata.store.blocks import Block, rectangles
+from kvstrata.store.blocks import Block, key_loss, rectangles
 from kvstrata.store.coded import CodedTier, PageTier, Restored
 from kvstrata.store.columns import Columns
 from kvstrata.store.exact import ExactTier, Unwritten
@@ -363,17 +363,18 @@ class LayerStore:
             self.coded[name] = self._unit_tier(name, arena, columns, self.num_kv_heads, self._rotary)
         return self.coded[name]
 
+    def key_loss(self, name: Tier) -> float:
+        """Squared error of codes in this tier, over the variance of the exact keys of the head that loses most."""
+        return key_loss(self._exact, self._codecs[name], self._rotary)
+
     def dormant(self) -> Tensor | None:
         """[B, 1|H, N] bool: which exact entries have codes that sleep, or None where none has."""
         tiers = [tier for tier in self.coded.values() if isinstance(tier, UnitTier) and any(tier.dormant)]
         if not tiers:
             return None
-        width = self._exact.width
-        position = self._exact.columns.data["position"][:, :, :width]
-        found = torch.zeros(*position.shape[:2], self.width, dtype=torch.bool, device=position.device)
-        for tier in tiers:
-            found[:, :, :width] |= tier.dormant_at(position)
-        return found & self.valid()
+        position = self._exact.columns.data["position"][:, :, : self._exact.width]
+        found = torch.stack([tier.dormant_at(position) for tier in tiers]).any(dim=0)
+        return torch.nn.functional.pad(found, (0, self.width - found.shape[2])) & self.valid()
 
     def sort(self) -> None:
         """Put the exact entries of every segment into ascending order of position."""

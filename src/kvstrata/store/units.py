@@ -34,7 +34,7 @@ class UnitTier(CodedTier):
     def __init__(self, tier: Tier, arena: Arena, columns: Columns, num_kv_heads: int, rotary: Rotary | None) -> None:
         codec, (rows, heads) = arena.format.codec, columns.shape
         assert codec is not None
-        self._codec, self._unit = codec, codec.unit
+        self._codec, self.unit = codec, codec.unit
         self.codes = self._codes(arena, rows * num_kv_heads, num_kv_heads // heads, rotary)
         self.active, self.dormant = [0] * rows * heads, [0] * rows * heads  # units by segment of the columns
         super().__init__(tier, arena, columns, num_kv_heads)
@@ -49,7 +49,7 @@ class UnitTier(CodedTier):
         self.codes.pages = pages
 
     @property
-    def nonfinite(self) -> int:
+    def others(self) -> int:
         """Numbers that were infinite or NaN when they were coded."""
         return self.codes.nonfinite
 
@@ -68,7 +68,7 @@ class UnitTier(CodedTier):
     @property
     def width(self) -> int:
         """Slots of the longest segment that attention reads, whole pages."""
-        return -(-max(self.active, default=0) * self._unit // PAGE) * PAGE
+        return -(-max(self.active, default=0) * self.unit // PAGE) * PAGE
 
     @property
     def beside_bytes(self) -> int:
@@ -79,7 +79,7 @@ class UnitTier(CodedTier):
         """Active entries of every page."""
         found: list[list[int]] = []
         for units in self.active:
-            whole, rest = divmod(units * self._unit, PAGE)
+            whole, rest = divmod(units * self.unit, PAGE)
             found += [[PAGE] * whole + [rest] * (rest > 0)] * self._served
         return found
 
@@ -87,7 +87,7 @@ class UnitTier(CodedTier):
         """Slots of active and dormant units of every page."""
         found: dict[int, int] = {}
         for s, pages in enumerate(self.pages):
-            slots = self._total(s // self._served) * self._unit
+            slots = self._total(s // self._served) * self.unit
             for i, page in enumerate(pages):
                 found[page] = max(found.get(page, 0), min(PAGE, slots - i * PAGE))
         return found
@@ -95,9 +95,9 @@ class UnitTier(CodedTier):
     def live_bytes(self) -> int:
         """Codes and grids of active and dormant units, shared pages once, with frames and dormant units' columns."""
         f, used = self.arena.format, self.used()
-        codes = sum(used.values()) // self._unit * f.unit_bytes + self._codec.running * f.grid_bytes * len(used)
+        codes = sum(used.values()) // self.unit * f.unit_bytes + self._codec.running * f.grid_bytes * len(used)
         columns = sum(column.element_size() for column in self.columns.data.values())
-        return codes + self.beside_bytes - self.columns.nbytes + sum(self.dormant) * self._unit * columns
+        return codes + self.beside_bytes - self.columns.nbytes + sum(self.dormant) * self.unit * columns
 
     def _total(self, segment: int) -> int:
         return self.active[segment] + self.dormant[segment]
@@ -114,7 +114,7 @@ class UnitTier(CodedTier):
         """By column segment that has any, the positions [d, unit] of its dormant units."""
         position = self.columns.data["position"].flatten(0, 1)
         return [
-            (c, position[c, self.active[c] * self._unit : self._total(c) * self._unit].unflatten(0, (-1, self._unit)))
+            (c, position[c, self.active[c] * self.unit : self._total(c) * self.unit].unflatten(0, (-1, self.unit)))
             for c, count in enumerate(self.dormant)
             if count
         ]
@@ -137,11 +137,11 @@ class UnitTier(CodedTier):
         if torch.equal(zone, now) and not bool(chosen.any()):
             return None
         order, counts = in_order(exact, chosen)
-        if any(count % self._unit for count in counts):
-            raise ValueError(f"entries are coded {self._unit} at a time in every row and head, not {max(counts)}")
+        if any(count % self.unit for count in counts):
+            raise ValueError(f"entries are coded {self.unit} at a time in every row and head, not {max(counts)}")
         restored = self._restored(leaves) if bool(leaves.any()) else None
-        most = max(counts, default=0) // self._unit
-        units = torch.tensor(counts, device=zone.device)[:, None] // self._unit
+        most = max(counts, default=0) // self.unit
+        units = torch.tensor(counts, device=zone.device)[:, None] // self.unit
         news = torch.where(torch.arange(most, device=zone.device) < units, ACTIVE, GONE)
         self._arrange(torch.cat([zone, news], dim=1), order.flatten(0, 1), exact, account)
         return restored
@@ -160,7 +160,7 @@ class UnitTier(CodedTier):
         most = max(self.active, default=0)
         if not most:
             return zone, leaves
-        by_unit = slots[:, : most * self._unit].unflatten(1, (most, self._unit))
+        by_unit = slots[:, : most * self.unit].unflatten(1, (most, self.unit))
         active = zone[:, :most] == ACTIVE
         whole = (by_unit == by_unit[..., :1]).all(dim=-1)
         first = by_unit[..., 0]
@@ -169,7 +169,7 @@ class UnitTier(CodedTier):
         new = torch.where(first == self.tier, ACTIVE, torch.where(first == Tier.EXACT, DORMANT, GONE))
         zone[:, :most] = torch.where(active, torch.where(whole, new, GONE), zone[:, :most])
         out = active[..., None] & torch.where(whole[..., None], by_unit == Tier.EXACT, by_unit != Tier.DROP)
-        leaves[:, : most * self._unit] = out.flatten(1)
+        leaves[:, : most * self.unit] = out.flatten(1)
         return zone, leaves
 
     def _wake(self, zone: Tensor, exact: ExactTier, chosen: Tensor, stays: Tensor) -> Tensor:
@@ -202,7 +202,7 @@ class UnitTier(CodedTier):
 
         New units are of the exact slots `order` [C, n], in turn.
         """
-        unit, device = self._unit, zone.device
+        unit, device = self.unit, zone.device
         old = max(map(self._total, range(len(self.active))))
         active, dormant = (zone == ACTIVE).sum(dim=1), (zone == DORMANT).sum(dim=1)
         place = torch.arange(zone.shape[1], device=device)

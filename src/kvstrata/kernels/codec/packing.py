@@ -10,6 +10,7 @@ from torch import Tensor
 from kvstrata.kernels import dispatch
 from kvstrata.kernels.codec import ref
 from kvstrata.kernels.codec.ref import Packed, pick, reorder
+from kvstrata.kernels.codec.rotation import hadamard
 from kvstrata.kernels.pages import PAGE, Format
 
 
@@ -37,4 +38,25 @@ def unpack(format: Format, k: Tensor, v: Tensor, grid: Tensor, native: Any = Non
     return out
 
 
-__all__ = ["Packed", "pack", "pick", "reorder", "unpack"]
+def key_loss(format: Format, k: Tensor, before: Tensor) -> float:
+    """Squared error of the codes of keys [n, D], over the variance of what tells one key from another.
+
+    `before` [n, D] fp32 are the same keys without rotary positions, where biases that all of them share do not vary.
+    0 where nothing varies.
+    """
+    codec = format.codec
+    assert codec is not None
+    n = len(k) // codec.unit * codec.unit
+    x = (before if codec.key_space == "pre" else k.float())[:n]
+    signal = float((before - before.mean(dim=0)).square().mean()) if n else 0.0
+    if not 0 < signal < float("inf"):
+        return 0.0
+    x = hadamard(x - x.mean(dim=0)) if codec.rotated else x
+    rest = -n % PAGE
+    pages = torch.cat([x, x[-codec.unit :].repeat(rest // codec.unit, 1)]).unflatten(0, (-1, PAGE))
+    v = pages.new_zeros(*pages.shape[:2], format.v_dim)
+    kept = ref.unpack(format, *ref.pack(format, pages, v)[:3])[0].flatten(0, 1)[:n]
+    return float((kept - x).square().mean()) / signal
+
+
+__all__ = ["Packed", "key_loss", "pack", "pick", "reorder", "unpack"]
