@@ -42,7 +42,8 @@ class Mode:
 
     def take(self, rows: list[list[float]], fed: int) -> None:
         """Note the confidence [B][K] of the K newest of `fed` columns."""
-        if self.steadied is not None:
+        part = self.prefilling and self.fed > self.prompt_start  # of a prompt, whose last part alone counts
+        if self.steadied is not None and not part:
             alike = self.confidence is not None and len(self.confidence) == len(rows)
             self.moods = list(self._moods(0)) if alike else [None] * len(rows)
         self.fed, self.confidence = fed, rows

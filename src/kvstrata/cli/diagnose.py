@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
 from rich.table import Table
+from transformers import PreTrainedModel
 
 from kvstrata.bench.measure import provenance
 from kvstrata.cli.tables import plain_table, progress_bar
@@ -51,26 +52,9 @@ def diagnose(
     source = haystack(text)
     loaded, tokenizer = load_model(model, dtype, device, Console(stderr=True))
     texts = stretches(encode(tokenizer, source), documents, length + steps)
-    band, found, figures = Band(sinks, local, window), measure.Traces(), dict[str, Any]()
-    drifts = [kind for kind in kinds if kind in measure.DRIFT]
-    with progress_bar() as progress:
-        work = (steps * documents * (len(specs) + 1) if drifts else 0) + (samples if "confidence" in kinds else 0)
-        work += steps * documents * len(specs) if "isolation" in kinds else 0
-        task = progress.add_task("feeding", total=work)
-
-        def tick() -> None:
-            progress.advance(task)
-
-        if drifts:
-            found = measure.traces(loaded, specs, texts, length, every, tick)
-        for kind in drifts:
-            how = {"fmm": measure.missed, "churn": measure.restless, "reactivation": measure.reactivated}[kind]
-            figures[kind] = how(found, band)
-        if "confidence" in kinds:
-            read = [own_words(loaded, ids[:64], length + steps - 64) for ids in texts] if own else texts
-            figures["confidence"] = measure.told(loaded, read, samples, seed, tick)
-        for spec in specs if "isolation" in kinds else []:
-            figures.setdefault("isolation", {})[spec] = measure.isolated(loaded, spec, texts, length, tick)
+    band = Band(sinks, local, window)
+    asked = _Asked(kinds, specs, length, steps, every, samples, own, seed)
+    figures, found = _measured(loaded, texts, asked, band)
     settings = {"policy": specs, "documents": documents, "length": length, "steps": steps, "every": every}
     about = {**provenance(), **settings, "window": window, "sinks": sinks, "local": local, "text": digest(source)}
     for kind, values in figures.items():
@@ -85,6 +69,49 @@ def diagnose(
     for kind, values in figures.items():
         console.print(_table(kind, values))
     console.print(f"{out}: JSON and pictures of {', '.join(figures)}", highlight=False)
+
+
+class _Asked(NamedTuple):
+    """What to measure on every text."""
+
+    kinds: list[str]
+    specs: list[str]
+    length: int
+    steps: int
+    every: int
+    samples: int
+    own: bool
+    seed: int
+
+
+def _measured(
+    model: PreTrainedModel, texts: list[list[int]], asked: _Asked, band: Band
+) -> tuple[dict[str, Any], measure.Traces]:
+    """Figures by diagnostic, and the traces of those that have any."""
+    kinds, specs, length = asked.kinds, asked.specs, asked.length
+    found, figures = measure.Traces(), dict[str, Any]()
+    drifts, fed = [kind for kind in kinds if kind in measure.DRIFT], asked.steps * len(texts)
+    work = (fed * (len(specs) + 1) if drifts else 0) + (asked.samples if "confidence" in kinds else 0)
+    work += fed * len(specs) if "isolation" in kinds else 0
+    with progress_bar() as progress:
+        task = progress.add_task("feeding", total=work)
+
+        def tick() -> None:
+            progress.advance(task)
+
+        if drifts:
+            found = measure.traces(model, specs, texts, length, asked.every, tick)
+        for kind in drifts:
+            how = {"fmm": measure.missed, "churn": measure.restless, "reactivation": measure.reactivated}[kind]
+            figures[kind] = how(found, band)
+        if "confidence" in kinds:
+            read = texts
+            if asked.own:
+                read = [own_words(model, ids[:64], len(ids) - 64) for ids in texts]
+            figures["confidence"] = measure.told(model, read, asked.samples, asked.seed, tick)
+        for spec in specs if "isolation" in kinds else []:
+            figures.setdefault("isolation", {})[spec] = measure.isolated(model, spec, texts, length, tick)
+    return figures, found
 
 
 def _kinds(what: str) -> list[str]:

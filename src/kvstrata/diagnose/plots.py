@@ -35,7 +35,9 @@ def _tiers(fig: Any, figures: dict[str, Any], found: Traces, band: Band) -> None
         one = docs[0][len(docs[0]) // 2]
         count = (one.tier.shape[1] - band.sinks) // band.window
         by_window = band.by_window(one.tier, count).float().mean(dim=-1)
-        axis.imshow(by_window.T, aspect="auto", origin="lower", interpolation="nearest", vmin=0, vmax=int(Tier.EXACT))
+        axis.imshow(
+            by_window.T.tolist(), aspect="auto", origin="lower", interpolation="nearest", vmin=0, vmax=int(Tier.EXACT)
+        )
         missed = figures[policy]["32"]["mean"]
         title = policy if missed is None else f"{policy}\nmissed in 32 steps: {missed:.1%}"
         axis.set(xlabel="event", ylabel="window", title=title)
@@ -47,7 +49,9 @@ def _saw(fig: Any, figures: dict[str, Any], found: Traces, band: Band) -> None:
     for policy, docs in found.items():
         kept = torch.stack([(t.tier != Tier.DROP).sum(dim=1).float() for t in docs[0]]).mean(dim=0)
         churn = figures[policy]["kept"]["mean"]
-        axis.plot(docs[0][0].events, kept, label=policy if churn is None else f"{policy}: churn {churn:.3f}")
+        axis.plot(
+            docs[0][0].events.tolist(), kept.tolist(), label=policy if churn is None else f"{policy}: churn {churn:.3f}"
+        )
     axis.set(xlabel="step", ylabel="tokens kept, mean over layers")
     axis.legend()
 
