@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from bisect import bisect_left
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import matplotlib.pyplot as plt
 from rich.console import Console
 
 from kvstrata.bench.compare import Reference, Trace, run_policy, run_reference, warm_up
+from kvstrata.bench.counting import KvShape, count_bytes
 from kvstrata.bench.measure import provenance
 from kvstrata.cli.tables import MIB, comparison, progress_bar
 from kvstrata.hf.models import load_model
@@ -41,6 +43,8 @@ def main() -> None:
     limit, steps = (700, 24) if options.short else (3072, 160)
     model, tokenizer = load_model(None, "float32", "cpu", Console(stderr=True))
     ids = tokenizer(TEXT.read_text(encoding="utf-8"), return_tensors="pt")["input_ids"][:, :limit]
+    heads, dim = model.config.num_key_value_heads, model.config.head_dim
+    shape = KvShape(tuple(range(model.config.num_hidden_layers)), heads, dim, model.dtype)
     with progress_bar() as progress:
         task = progress.add_task("full", total=(len(POLICIES) + 1) * steps)
         warm_up(model, ids)
@@ -48,7 +52,7 @@ def main() -> None:
         traces = [reference.trace]
         for name in POLICIES:
             progress.update(task, description=name)
-            policy = at_mean_bytes(name, reference, ids.shape[1], steps, model.config.num_hidden_layers)
+            policy = at_mean_bytes(name, reference, ids.shape[1], steps, shape)
             traces.append(run_policy(model, ids, policy, reference, name, lambda: progress.advance(task)))
     rows = [trace.summary(reference.trace) for trace in traces]
     title = (
@@ -63,22 +67,28 @@ def main() -> None:
     check(rows)
 
 
-def at_mean_bytes(name: str, reference: Reference, prompt: int, steps: int, layers: int) -> Policy:
+def at_mean_bytes(name: str, reference: Reference, prompt: int, steps: int, shape: KvShape) -> Policy:
     """The preset with a byte budget such that its mean live bytes are SHARE of the full cache's.
 
     A policy that does not evict while decoding grows by one token a step, so it starts half of the growth lower; one
     that makes room evicts below its budget, which is set half of the room higher. The levels of confkv follow from
-    the confidence that the full cache had at every step.
+    the confidence that the full cache had at every step, and from what so many tokens take, older ones in INT8.
     """
     full = reference.trace
     budget, token = SHARE * sum(full.live) / len(full.live), full.live[0] / (prompt + 1)
     policy = parse_policy(name)
     if name == "confkv":
-        entry = token + layers * sum(column.nbytes for column in policy.columns(0))
-        return by_confidence(reference.confidence, prompt, budget / entry)
+        mean = bisect_left(range(1, prompt), budget, key=lambda n: coded_bytes(n, prompt, shape)) + 1
+        return by_confidence(reference.confidence, prompt, mean)
     if policy.rule(0, "decode") is None:
         return policy.with_budget(ByteBudget(int(budget - token * (steps + 1) / 2)))
     return policy.with_room(ROOM).with_budget(ByteBudget(int(budget + token * (ROOM - 1) / 2)))
+
+
+def coded_bytes(tokens: int, prompt: int, shape: KvShape) -> int:
+    """Live bytes of CONF-KV with so many tokens, if the newest are among them."""
+    policy = parse_policy(f"confkv:high={tokens},low={tokens}")
+    return count_bytes(policy, shape, context=prompt, new_tokens=1, confidence=1.0).after_prompt.live
 
 
 def by_confidence(sure: list[float], prompt: int, mean: float) -> Policy:
