@@ -169,3 +169,59 @@ def test_keys_before_rotary_positions_need_a_rotation_that_can_be_undone():
 def test_options_that_cannot_work(text, message):
     with pytest.raises((SpecError, InputError), match=message):
         kvstrata.compress(tiny(), text).__enter__()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kernels", ["native", "reference"])
+@pytest.mark.parametrize("policy", ["qevict:budget=30%,window=4", "qevict:budget=40%,code=k2v2", "int8"])
+def test_one_key_value_head_in_one_row(policy, kernels):
+    """Multi-query attention: what is coded stands first in the only rectangle there is, and mass must find its way."""
+    config = tiny().config.__class__(**{**tiny().config.to_dict(), "num_key_value_heads": 1})
+    model = tiny().__class__(config).eval()
+    ids = prompt(300)
+    for cache in walk(policy, ids[:, :230], 200, kernels, model):
+        mass = cache.strata[0].store.column("mass") if policy != "int8" else torch.zeros(1)
+        assert mass.isfinite().all()
+    with kvstrata.compress(model, policy, kernels=kernels) as cache:
+        model(ids[:, :200], **kv(cache))
+        logits = model(ids[:, 200:240], **kv(cache)).logits  # a turn: not by pages
+        total = sum(n for row in cache.strata[0].store.lengths() for n in row)
+    assert logits.isfinite().all()
+    assert total <= 240
+
+
+def test_windows_of_a_page_come_back_too():
+    ids = prompt(900)
+    woken = 0
+    for cache in walk("qevict:budget=40%,window=64,every=16,recent=64", ids[:, :760], 700):
+        assert cache.nbytes.live <= 0.4 * cache.report().full or cache.report().layers[0].overruns
+        woken += sum(any(tier.dormant) for layer in cache.strata.values() for tier in layer.store.coded.values())
+    assert any(layer.tiers.get("int2", 0) for layer in cache.report().layers)
+
+
+@pytest.mark.parametrize("length", [20, 22, 25])
+def test_windows_stay_where_they_are_while_sinks_become_more(length):
+    for _ in walk("qevict:budget=50%,every=2,window=4,recent=4,split=0.8", prompt(60), length):
+        pass
+
+
+@torch.no_grad()
+def test_what_is_coded_in_a_prompt_stays_so_under_a_rule_without_codes(tmp_path):
+    path = tmp_path / "policy.yaml"
+    path.write_text(
+        'layers:\n  0-: {prefill: "h2o:budget=200,codec=int8-running,exact=32", decode: "h2o:budget=200"}\n'
+    )
+    ids = prompt(320)
+    with kvstrata.compress(tiny(), path) as cache:
+        tiny()(ids[:, :300], **kv(cache))
+        before = cache.report().layers[0].tiers
+        tiny()(ids[:, 300:301], **kv(cache))
+        after = cache.report().layers[0].tiers
+    assert after["int8"] >= before["int8"] - 2
+    assert after["exact"] <= before["exact"] + 2
+
+
+@pytest.mark.parametrize("text", ["qevict:codec=int8", "int8:codec=int4", "kivi:codec=int8"])
+def test_policies_that_code_in_a_way_of_their_own_take_no_codec(text):
+    with pytest.raises(SpecError, match="way of its own"):
+        kvstrata.compress(tiny(), text).__enter__()

@@ -9,7 +9,7 @@ import torch
 
 import kvstrata
 from kvstrata.core import InputError
-from kvstrata.hf.files import NUMBERS, TENSORS
+from kvstrata.hf.files import NUMBERS
 
 from .runs import ALL, kv, prompt, spec, tiny
 
@@ -116,15 +116,21 @@ def test_what_cannot_be_saved_or_loaded_is_refused_and_changes_nothing(tmp_path)
     with kvstrata.compress(tiny(), "h2o:budget=50%") as cache:
         with pytest.raises(InputError, match="no saved cache"):
             cache.load(tmp_path / "nowhere")
-        whole = (folder / TENSORS).read_bytes()
-        (folder / TENSORS).write_bytes(whole[:-9])
+        [tensors] = folder.glob("*.safetensors")
+        whole = tensors.read_bytes()
+        tensors.write_bytes(whole[:-9])
         with pytest.raises(InputError, match="save it again"):
             cache.load(folder)
-        (folder / TENSORS).write_bytes(whole)
+        tensors.write_bytes(whole)
         numbers = json.loads((folder / NUMBERS).read_text())
         (folder / NUMBERS).write_text(json.dumps({**numbers, "format": 99}))
         with pytest.raises(InputError, match="format 99"):
             cache.load(folder)
+        del (broken := json.loads(json.dumps(numbers)))["layers"]["2"]["store"]["counts"]
+        (folder / NUMBERS).write_text(json.dumps(broken))
+        with pytest.raises(InputError, match="damaged"):
+            cache.load(folder)
+        assert cache.get_seq_length() == 0
         (folder / NUMBERS).write_text(json.dumps(numbers)[:-20])
         with pytest.raises(InputError, match="no saved cache"):
             cache.load(folder)

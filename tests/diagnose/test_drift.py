@@ -14,7 +14,9 @@ EXACT, CODED, DROP = int(Tier.EXACT), int(Tier.INT2), int(Tier.DROP)
 
 def made(mass, tier, prompt, every=1):
     tier = torch.tensor(tier, dtype=torch.uint8)
-    return Trace(torch.tensor(mass), tier, (tier > 0).float(), torch.arange(len(tier)) * every, prompt)
+    return Trace(
+        torch.zeros(len(mass[0])), torch.tensor(mass), tier, (tier > 0).float(), torch.arange(len(tier)) * every, prompt
+    )
 
 
 def test_nothing_is_missed_where_nothing_is_dropped():
@@ -94,3 +96,5 @@ def test_the_oracle_takes_as_many_windows_as_the_policy_keeps_exact():
     trace = made(mass, tier, prompt=6)
     assert chosen_exact(trace, BAND).tolist() == [[1, 0, 0, -1], [1, 0, 0, -1], [1, 0, 0, 0]]
     assert chosen_oracle(trace, BAND)[1:].tolist() == [[0, 1, 0, -1], [1, 0, 0, 0]]
+    trace.before[4] = 9.0  # what the prompt itself attended to counts
+    assert chosen_oracle(trace, BAND).tolist() == [[0, 0, 1, -1], [0, 0, 1, -1], [0, 0, 1, 0]]

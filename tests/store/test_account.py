@@ -143,7 +143,7 @@ def test_bytes_of_a_token_and_of_an_entry(per_head):
     append(store, [5, 5], heads=3, dim=8, dtype=torch.bfloat16)
     assert store.payload_itemsize == 2
     assert store.token_bytes == 2 * 3 * 8 * 2
-    assert store.entry_bytes == store.token_bytes + COLUMN_BYTES * (3 if per_head else 1)
+    assert store.sizes_of(*store.none_of())["entry_bytes"] == store.token_bytes + COLUMN_BYTES * (3 if per_head else 1)
 
 
 @layouts
@@ -251,7 +251,9 @@ def test_a_plan_that_drops_few_copies_as_few(per_head, dropped):
     assert store.exact.table.pages == [
         pages[: len(left)] for pages, left in zip(before, store.exact.table.pages, strict=True)
     ]
-    assert 0 < alive.copied <= dropped * (store.entry_bytes - 4)  # the position is not a float
+    assert (
+        0 < alive.copied <= dropped * (store.sizes_of(*store.none_of())["entry_bytes"] - 4)
+    )  # the position is not a float
 
 
 def test_layers_add_up_and_replace_their_own_figures():

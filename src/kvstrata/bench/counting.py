@@ -142,7 +142,7 @@ class _CountingLayer(Layer):
         self.account = Account()
         super().__init__(index, depth, num_layers, policy, self.account, mode=mode)
         columns, per_head = policy.columns(index), policy.per_head(index)
-        self._trusted = True  # there are no keys to judge codes by
+        self.trusted = True  # there are no keys to judge codes by
         self.store = _CountingStore(index, columns, per_head, self.account, codecs=self._codecs)
 
 

@@ -63,7 +63,7 @@ class Layer:
         self._pending: Pending | None = None
         self.acted: int | None = None  # columns fed when a rule last acted
         self._like: LayerShape | None = None  # of the keys stored
-        self._trusted: bool | None = None  # whether codes are good enough here; None: not looked yet
+        self.trusted: bool | None = None  # whether codes are good enough here; None: not looked yet
 
     def reset(self) -> None:
         """Free everything and start the clock anew."""
@@ -279,17 +279,16 @@ class Layer:
 
     def _due(self, rule: Rule, confidence: list[float] | None) -> list[tuple[int, ...]] | None:
         """Limits per row if something is over them after this forward, or would change tiers, else None."""
-        limits = rule.limits(self.fed.real, confidence, self.shape)
-        heads = self.store.segment_heads
+        limits, heads = rule.limits(self.fed.real, confidence, self.shape), self.store.segment_heads
         over = any(
             sum(lengths) > sum(caps) * heads // len(caps)
             if rule.granularity.heads == "pooled"
             else any(n > caps[head % len(caps)] for head, n in enumerate(lengths))
             for lengths, caps in zip(self.store.lengths(), limits, strict=True)
         )
-        since = None if self.acted is None else self.columns_fed - self.acted
-        due = rule.trigger.due(over, since)
-        return limits if due or rule.tiers.due(self.store.exact_lengths(), self.store.exact_positions()) else None
+        due = rule.trigger.due(over, None if self.acted is None else self.columns_fed - self.acted)
+        tiers = rule.tiers if self.trusted is not False else rule.tiers.uncoded()
+        return limits if due or tiers.due(self.store.exact_lengths(), self.store.exact_positions()) else None
 
     @property
     def shape(self) -> LayerShape:
@@ -316,10 +315,11 @@ class Layer:
 
     def _guarded(self, rule: Rule) -> Rule:
         """The rule, without its codes where those would lose what keys say; found out once, before any are made."""
-        if self._trusted is None and rule.tiers.coding:
-            self.events.lost = max(map(self.store.key_loss, self._codecs))
-            self._trusted = self.events.lost < TOO_MUCH
-        return rule if self._trusted is not False else replace(rule, tiers=rule.tiers.uncoded())
+        if self.trusted is None and rule.tiers.coding:
+            found = max(map(self.store.key_loss, self._codecs))
+            if found == found:  # not NaN: there were enough keys to tell
+                self.events.lost, self.trusted = found, found < TOO_MUCH
+        return rule if self.trusted is not False else replace(rule, tiers=rule.tiers.uncoded())
 
     def _signals(self, forward: Pending, rule: Rule, limits: list[tuple[int, ...]] | None) -> Signals:
         store, queries = self.store, tuple(forward.tokens)

@@ -32,7 +32,7 @@ def take(cache: PolicyCache) -> snapshot.Saved:
             tensors[f"{number}.hidden"] = hidden
         events = {**asdict(layer.events), "nan_scores": int(layer.events.nan_scores)}
         layers[str(number)] = {
-            **{"store": about, "step": layer.step, "acted": layer.acted, "events": events},
+            **{"store": about, "step": layer.step, "acted": layer.acted, "events": events, "trusted": layer.trusted},
             "runs": layer.fed.runs,
         }
     mode = cache.mode
@@ -41,8 +41,10 @@ def take(cache: PolicyCache) -> snapshot.Saved:
     return tensors, {**about, "fed": mode.fed, "confidence": mode.confidence, "moods": moods}
 
 
-def put(cache: PolicyCache, tensors: dict[str, Tensor], about: dict[str, Any], device: torch.device) -> None:
-    """Fill an empty cache under the same policy. Raises `InputError` where it is another."""
+def put(
+    cache: PolicyCache, tensors: dict[str, Tensor], about: dict[str, Any], devices: dict[int, torch.device]
+) -> None:
+    """Fill an empty cache under the same policy, each layer on its device. Raises `InputError` where it is another."""
     if about.get("format") != FORMAT:
         raise InputError(f"the file is of format {about.get('format')}, not {FORMAT}: save it again with this version")
     if about["policy"] != repr(cache.policy):
@@ -54,7 +56,7 @@ def put(cache: PolicyCache, tensors: dict[str, Tensor], about: dict[str, Any], d
     for number, layer in cache.layers.items():
         prefix = f"{number}."
         own = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
-        _layer(layer, own, about["layers"][str(number)], device)
+        _layer(layer, own, about["layers"][str(number)], devices.get(number, torch.device("cpu")))
     mode = cache.mode
     mode.fed, mode.confidence, cache.nan_logits = about["fed"], about["confidence"], about["nan_logits"]
     mode.moods = [mood and Mood(*mood) for mood in about["moods"]]
@@ -66,5 +68,5 @@ def _layer(layer: Layer, tensors: dict[str, Tensor], about: dict[str, Any], devi
         layer.fed.add(columns, list(tokens))
     layer.fed.hidden_columns = hidden
     snapshot.put(layer.store, tensors, about["store"], device)
-    layer.step, layer.acted = about["step"], about["acted"]
+    layer.step, layer.acted, layer.trusted = about["step"], about["acted"], about["trusted"]
     layer.events = Events(**about["events"])

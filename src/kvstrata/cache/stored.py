@@ -51,7 +51,7 @@ def attend_stored(
         blocks = [Block(slice(0, store.batch_size), slice(0, store.num_kv_heads), *fresh[:2])]
     else:
         blocks = list(store.blocks(split_rows=split))
-    if len(blocks) == 1 and not split:
+    if len(blocks) == 1 and not split and blocks[0].slots is None:
         k, v = blocks[0].k, blocks[0].v
         done = attend(q, k, v, softmax=softmax, reduction=reduction, own=own, kernels=store.kernels)
         return done.out, done.mass

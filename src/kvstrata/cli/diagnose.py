@@ -158,9 +158,8 @@ def _table(kind: str, values: dict[str, Any]) -> Table:
             over = row["above_full"] if kind == "isolation" else row
             more = f"; {row['rescued']} of {row['eligible']}" if kind == "reactivation" else ""
             more += f"; evicts at {row['evicting_share']:.0%} of steps" if kind == "isolation" else ""
-            table.add_row(
-                policy, name, f"{_three(over['mean'])} ({_three(over['low'])} to {_three(over['high'])}){more}"
-            )
+            mean = row["rate"] if kind == "reactivation" else over["mean"]
+            table.add_row(policy, name, f"{_three(mean)} ({_three(over['low'])} to {_three(over['high'])}){more}")
     return table
 
 

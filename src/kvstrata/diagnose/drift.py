@@ -108,7 +108,7 @@ def chosen_exact(trace: Trace, band: Band) -> Tensor:
 
 def chosen_oracle(trace: Trace, band: Band) -> Tensor:
     """[R, W] the windows with most attention of a full cache so far, as many as the policy keeps exact."""
-    before = torch.cat([torch.zeros(1, trace.mass.shape[1]), trace.mass.cumsum(dim=0)])
+    before = torch.cat([trace.before[None], trace.before + trace.mass.cumsum(dim=0)])
 
     def best(event: int, count: int) -> set[int]:
         wanted = len(_selected(trace, band, event, False, True))

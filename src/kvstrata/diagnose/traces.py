@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from kvstrata.core import Column, InputError, Signals, Tier
 from kvstrata.hf import StrataCache, compress
 from kvstrata.hf.compat import CACHE_KEYWORD
-from kvstrata.kernels.mass import Reduction
+from kvstrata.kernels.mass import ALL_ROWS, Reduction
 from kvstrata.policy import Policy, Rule, parse_policy
 from kvstrata.policy.budget import Everything
 from kvstrata.policy.scorers import Stateless
@@ -21,12 +21,12 @@ from kvstrata.policy.scorers import Stateless
 
 @dataclass(frozen=True, slots=True)
 class _Newest(Stateless):
-    """Keeps the attention of the newest query beside every entry, and drops nothing."""
+    """Keeps the attention of the newest forward beside every entry, and drops nothing."""
 
     @property
     def mass(self) -> Reduction:
-        """The newest query."""
-        return Reduction(1)
+        """All queries of a forward: of a prompt all its tokens, later one."""
+        return Reduction(ALL_ROWS)
 
     @property
     def columns(self) -> tuple[Column, ...]:
@@ -51,12 +51,14 @@ REFERENCE = Policy.everywhere("full", _RULE, _RULE)
 class Trace:
     """One document and layer under one policy. Steps and positions count from the document's first token.
 
-    mass [S, T] fp32 is what a full cache gives each position at every step (mean over heads); tier [R, T] uint8 is the
+    before [T] fp32 is what the prompt's own tokens gave each position in a full cache, mass [S, T] what is given at
+    every step (means over heads); tier [R, T] uint8 is the
     best `Tier` that any head keeps a position in after each event, DROP also where there is none yet; kept [R, T] is
     the share of heads that keep it; events [R] counts the steps that came before each; prompt is the number of tokens
     before the first step.
     """
 
+    before: Tensor
     mass: Tensor
     tier: Tensor
     kept: Tensor
@@ -94,6 +96,8 @@ def trace(
             run(given[:, :prompt], **{CACHE_KEYWORD: cache})
             if label:
                 _note_tiers(cache, tiers[label], len(ids))
+            else:
+                _note_mass(cache, masses, len(ids))
             for step in range(len(ids) - prompt):
                 run(given[:, prompt + step : prompt + step + 1], **{CACHE_KEYWORD: cache})
                 if not label:
@@ -105,7 +109,7 @@ def trace(
 
     def made(layer: int, found: list[tuple[Tensor, Tensor]]) -> Trace:
         tier, kept = (torch.stack(part) for part in zip(*found, strict=True))
-        return Trace(torch.stack(masses[layer]), tier, kept, at, prompt)
+        return Trace(masses[layer][0], torch.stack(masses[layer][1:]), tier, kept, at, prompt)
 
     return {label: [made(layer, found) for layer, found in of.items()] for label, of in tiers.items()}
 

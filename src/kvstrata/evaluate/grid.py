@@ -72,7 +72,7 @@ def ask(policies: Sequence[str], budgets: Sequence[str], controls: bool = True) 
     found = [Asked(FULL, None)]
     for policy in policies:
         parse_policy(policy)
-        kept_whole = policy.partition(":")[0] == FULL  # a budget would make another policy of it
+        kept_whole = policy.partition(":")[0] == FULL or _only_codes(policy)  # which no budget changes
         own = kept_whole or policy.endswith((".yaml", ".yml")) or names_budget(policy)
         found += [Asked(policy, None)] if own or not budgets else [Asked(policy, budget) for budget in budgets]
     if controls:
@@ -81,6 +81,10 @@ def ask(policies: Sequence[str], budgets: Sequence[str], controls: bool = True) 
         if one.budget is not None:
             _check_budget(one)
     return list(dict.fromkeys(found))
+
+
+def _only_codes(policy: str) -> bool:
+    return not policy.endswith((".yaml", ".yml")) and parse_policy(policy).only_codes
 
 
 def _check_budget(asked: Asked) -> None:

@@ -102,7 +102,8 @@ class Rule:
         """The bytes that `limits` tokens take in an uncompressed cache."""
         bounds = torch.tensor([[self.protect.resolve(cap) for cap in caps] for caps in limits], device=device)
         total = torch.tensor(limits, dtype=torch.float64, device=device) * shape.token_bytes - shape.frame_bytes
-        return Room(total, shape.entry_bytes, shape.unit_bytes, bounds[..., 0], bounds[..., 1])
+        sizes = shape.entry_bytes, shape.unit_bytes, self.protect.most_sinks
+        return Room(total, *sizes, bounds[..., 0], bounds[..., 1])
 
     def _heads_agree(self, position: Tensor) -> bool:
         """Whether heads that may differ hold the same tokens, of which a shared rule then makes one choice."""
@@ -207,6 +208,16 @@ class Policy:
     def at_step_end(self) -> bool:
         """Whether some rule can act only when the step's logits are there."""
         return any(rule.at_step_end for rule in self._every_rule())
+
+    @property
+    def only_codes(self) -> bool:
+        """Whether it drops nothing whatever the budget, and codes."""
+        return self.codes and all(isinstance(rule.budget, Everything) for rule in self._every_rule())
+
+    @property
+    def routes(self) -> bool:
+        """Whether some rule decides by rank what is coded."""
+        return any(rule.tiers.ranks for rule in self._every_rule())
 
     @property
     def codes(self) -> bool:

@@ -273,7 +273,7 @@ def qevict(
     take, is not. A window is coded once; what is coded or asleep is charged. `window` tokens share a grid of keys.
     """
     group = min(window, 64) if code in ("int4", "int2") else 64
-    tiers = Recoverable(Coding(code, group, keys), split, window, every, margin, admit)
+    tiers = Recoverable(Coding(code, group, keys, ledger=True), split, window, every, margin, admit)
     scorer = AccumulatedMass(decay, per_query)
     rule = Rule(scorer, budget, Token(heads), tiers, Every(every), Protect(FIVE_SINKS, half(32)))
     return _both("qevict", rule, 1, sinks, recent)

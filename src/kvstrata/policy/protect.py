@@ -28,6 +28,11 @@ class Protect:
             if isinstance(value, int) and value < 0:
                 raise SpecError(f"{name}={value}: give 0 or more")
 
+    @property
+    def most_sinks(self) -> int:
+        """Sinks under the largest budget; 0 where they have no limit."""
+        return self.sinks if isinstance(self.sinks, int) else self.sinks.at_most or 0
+
     def resolve(self, cap: int) -> tuple[int, int]:
         """(sinks, recent) in tokens under a budget of `cap` tokens."""
         return _tokens(self.sinks, cap), _tokens(self.recent, cap)

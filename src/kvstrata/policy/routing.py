@@ -38,7 +38,7 @@ class Recoverable:
     every: tokens between two routings, for which room is kept.
     """
 
-    coding: Coding = Coding("int2", 8)
+    coding: Coding = Coding("int2", 8, ledger=True)
     split: Fraction = Fraction(1, 2)
     window: int = 8
     every: int = 8
@@ -47,6 +47,8 @@ class Recoverable:
     ranks = True
 
     def __post_init__(self) -> None:
+        if not self.coding.ledger:
+            raise SpecError("what is routed needs a ledger: give coding with ledger=True")
         if not 0 <= self.split <= 1:
             raise SpecError(f"split={float(self.split)}: give a share between 0 and 1")
         if self.window < 1 or self.window % self.coding.record.unit:
@@ -84,7 +86,8 @@ class Recoverable:
         newest = score.flip(-1).argsort(dim=-1, descending=True, stable=True)  # of equals the later first
         order = width - 1 - newest
         fp, coded = self.window * room.entry, self.window // self.coding.record.unit * room.unit
-        fixed = signals.protected.sum(dim=-1) + self.reserve
+        unrouted = (room.origin - room.sinks).clamp_min(0)  # first tokens that are neither protected nor in a window
+        fixed = signals.protected.sum(dim=-1) + unrouted + self.reserve
         left = (room.total - fixed * room.entry).clamp_min(0)[..., None]  # bytes for windows [B, 1|H, 1]
         each = torch.where(found.coded, fp + coded, fp) * alive
         cost = each.gather(-1, order).cumsum(dim=-1)
@@ -108,16 +111,16 @@ class Recoverable:
     def _windows(self, z: Tensor, signals: Signals, room: Room) -> _Windows:
         position, valid = signals.position.long(), signals.valid
         seen = position.masked_fill(~valid, -1).amax(dim=(1, 2), keepdim=True) + 1
-        sinks, recent = room.sinks[..., None], room.recent[..., None]
-        middle = valid & ~signals.protected
-        of = ((position - sinks) // self.window).clamp_min(0)
+        recent = room.recent[..., None]
+        middle = valid & ~signals.protected & (position >= room.origin)
+        of = ((position - room.origin) // self.window).clamp_min(0)
         width = int(of.masked_fill(~middle, -1).amax()) + 2 if of.numel() else 1
         of = of.masked_fill(~middle, width - 1)
 
         def summed(x: Tensor) -> Tensor:
             return torch.zeros(*of.shape[:2], width, dtype=x.dtype, device=x.device).scatter_add_(-1, of, x)
 
-        end = sinks + (torch.arange(width, device=of.device) + 1) * self.window
+        end = room.origin + (torch.arange(width, device=of.device) + 1) * self.window
         routable = (end <= seen - recent).expand(*of.shape[:2], width).clone()
         routable[..., -1] = False
         inside = middle & routable.gather(-1, of)

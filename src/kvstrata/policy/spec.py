@@ -120,6 +120,8 @@ def _preset(name: str, options: Table) -> Policy:
     beside = {key: value for key, value in options.items() if key not in own}
     policy = _build(where, make, {key: value for key, value in options.items() if key in own})
     tiers = _tiers(beside, where)
+    if isinstance(tiers, ByAge) and (policy.routes or policy.only_codes):
+        raise SpecError(f"{where} codes in a way of its own: leave out codec=, or take another policy with it")
     return policy.with_tiers(tiers) if isinstance(tiers, ByAge) else policy
 
 

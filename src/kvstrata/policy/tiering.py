@@ -32,6 +32,7 @@ class Coding:
     codec: CodecName = "int8"
     group: int = 64
     key_space: KeySpace = "post"
+    ledger: bool = False  # whether entries may become exact again, their codes kept
 
     def __post_init__(self) -> None:
         if self.group not in (4, 8, 16, 32, 64):
@@ -50,10 +51,10 @@ class Coding:
     def record(self) -> Codec:
         """What the kernels know it by."""
         codec = CODECS[self.codec][1]
-        if (self.group, self.key_space) == (64, "post"):
+        if (self.group, self.key_space, self.ledger) == (64, "post", False):
             return codec
-        return replace(codec, name=f"{codec.name}-{self.group}-{self.key_space}", window=self.group,
-                       key_space=self.key_space)  # fmt: skip
+        name = f"{codec.name}-{self.group}-{self.key_space}"
+        return replace(codec, name=name, window=self.group, key_space=self.key_space, ledger=self.ledger)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,6 +64,7 @@ class Room:
     total: Tensor  # [B, 1|H] float64
     entry: int  # an exact entry, columns included
     unit: int  # entries that are coded together, columns included
+    origin: int  # tokens before the first window, however many of them are protected
     sinks: Tensor  # [B, 1|H] protected first tokens
     recent: Tensor  # [B, 1|H] protected newest ones
 
@@ -122,8 +124,8 @@ class Native:
         return False
 
     def assign(self, keep: Tensor, signals: Signals) -> Tensor:
-        """Exact, or dropped."""
-        return keep.to(torch.uint8) * int(Tier.EXACT)
+        """Where it is, or dropped."""
+        return keep.to(torch.uint8) * (int(Tier.EXACT) if signals.tier is None else signals.tier)
 
     def route(self, z: Tensor, signals: Signals, room: Room) -> Tensor:
         """Not its way."""

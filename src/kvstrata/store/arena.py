@@ -48,6 +48,10 @@ class Arena:
         self._accounts.append(account)
         self._settle_account()
 
+    def leave(self, account: Account) -> None:
+        """Tell these books no longer."""
+        self._accounts = [other for other in self._accounts if other is not account]
+
     @property
     def has_shared(self) -> bool:
         """Whether any page has several users."""
@@ -162,21 +166,25 @@ class Arenas:
 
     def __init__(self, account: Account) -> None:
         self._accounts = [account]
+        self.shared = False  # whether several caches ever lived here
         self._made: dict[tuple[Format, torch.device, Implementation], Arena] = {}
 
     def __iter__(self) -> Iterator[Arena]:
         return iter(self._made.values())
 
-    @property
-    def shared(self) -> bool:
-        """Whether several caches live here."""
-        return len(self._accounts) > 1
-
     def join(self, account: Account) -> None:
         """Let another cache live here too, whose books are told of every change."""
+        self.shared = True
         self._accounts.append(account)
         for arena in self._made.values():
             arena.join(account)
+
+    def leave(self, account: Account) -> None:
+        """Forget the books of a cache that is gone; those of the last one stay."""
+        if len(self._accounts) > 1:
+            self._accounts = [other for other in self._accounts if other is not account]
+            for arena in self._made.values():
+                arena.leave(account)
 
     def get(self, format: Format, device: torch.device, kernels: Implementation) -> Arena:
         """The arena for pages of this format that these kernels work on."""

@@ -90,13 +90,15 @@ def _with_coded(segment: int, exact: ExactTier, coded: Sequence[CodedTier], bloc
 
 
 def key_loss(exact: ExactTier, codec: Codec, rotary: Rotary | None) -> float:
-    """`packing.key_loss` of the first row's newest exact entries, in the head that loses most."""
+    """`packing.key_loss` of the longest row's newest exact entries, in the head that loses most; NaN if too few."""
     f, account, found = exact.table.arena.format, Account(), list[float]()
     form = Format(codec, f.dtype, f.k_dim, f.v_dim)
+    lengths = exact.table.lengths
+    row = max(range(len(lengths) // exact.heads), key=lambda b: lengths[b * exact.heads])
     for head in range(exact.heads):
-        n = exact.table.lengths[head]
-        k = _gathered(exact, [head], n, account)[0][0, -SAMPLE:]
-        position = exact.columns.data["position"][0, head % exact.columns.shape[1], :n][-SAMPLE:]
+        n = lengths[row * exact.heads + head]
+        k = _gathered(exact, [row * exact.heads + head], n, account)[0][0, -SAMPLE:]
+        position = exact.columns.data["position"][row, head % exact.columns.shape[1], :n][-SAMPLE:]
         before = k.float() if rotary is None else rotary.off(k.float(), position)
         found.append(packing.key_loss(form, k, before))
-    return max(found)
+    return max(found) if all(x == x for x in found) else float("nan")

@@ -227,6 +227,8 @@ class PageTier(CodedTier):
     ) -> Restored | None:
         """See `CodedTier.change`; entries are coded 64 at a time, and never become exact again."""
         keep = fate != Tier.DROP
+        if bool((self.valid() & keep & (fate != self.tier)).any()):
+            raise ValueError(f"entries of the {self.tier.name} tier stay there or are dropped")
         if not bool((keep | ~self.valid()).all()):
             self._drop(keep)
         if bool(chosen.any()):

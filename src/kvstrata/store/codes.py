@@ -92,15 +92,14 @@ class Codes:
         segment = (moves.new_segment[:, None] * served + heads).flatten().repeat_interleave(unit)
         at = moves.at.repeat_interleave(served, dim=0).flatten()
         k, v = entries.gather(exact.table.view(), segment, at)
+        self.nonfinite += k.numel() + v.numel() - int(k.isfinite().sum() + v.isfinite().sum())
         if not self._codec.plain:
             position = exact.columns.data["position"].flatten(0, 1)[segment // served, at]
             k, v = self._turned(segment, k.float(), v.float(), position)
         account.note_copies(k.nbytes + v.nbytes)
         rest = -len(k) % PAGE  # the last page is filled with anything
         k, v = (torch.cat([x, x[-unit:].repeat(rest // unit, 1)]).unflatten(0, (-1, PAGE)) for x in (k, v))
-        packed = packing.pack(f, k.contiguous(), v.contiguous(), self.arena.native)
-        self.nonfinite += packed.nonfinite
-        return packed
+        return packing.pack(f, k.contiguous(), v.contiguous(), self.arena.native)
 
     def _turned(self, segment: Tensor, k: Tensor, v: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
         """What is coded of keys and values [n, D] of kv segments."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -70,9 +71,11 @@ class LayerStore:
         self._account.set(self.layer, Bytes())
 
     def __del__(self) -> None:
-        """Give pages back, since other caches may live in the same arenas."""
+        """Give pages back and leave, since other caches may live in the same arenas."""
         if getattr(self, "exact", None) is not None and self._arenas.shared:
             self.reset()
+            if not self._account.now.held:  # the last of its cache
+                self._arenas.leave(self._account)
 
     # -- size ---------------------------------------------------------------------------------------------------
 
@@ -156,15 +159,15 @@ class LayerStore:
         sizes = {"entry_bytes": token + columns, "token_bytes": token, "unit_bytes": 0, "frame_bytes": 0}
         for codec in self._codecs.values():  # one, where they are asked for
             form = Format(codec, k.dtype, k.shape[-1], v.shape[-1])
-            sizes["unit_bytes"] = heads * form.unit_bytes + codec.unit * columns
-            sizes["frame_bytes"] = heads * 4 * form.frame_numbers
+            shared = -(-form.grid_bytes // PAGE) * codec.running  # of a page's copy of a running grid
+            sizes["unit_bytes"] = heads * (form.unit_bytes + shared) + codec.unit * columns
+            sizes["frame_bytes"] = heads * (4 * form.frame_numbers + form.grid_bytes * codec.running)
         return sizes
 
     def none_of(self) -> tuple[Tensor, Tensor]:
-        """k [B, H, 0, D] and v like those stored."""
-        arena, shape = self._exact.table.arena, (self.batch_size, self.num_kv_heads, 0)
-        f = arena.format
-        k, v = (torch.empty(*shape, dim, dtype=f.dtype, device=arena.device) for dim in (f.k_dim, f.v_dim))
+        """k [B, H, 0, D] and v like those stored, without memory."""
+        f, shape = self._exact.table.arena.format, (self.batch_size, self.num_kv_heads, 0)
+        k, v = (torch.empty(*shape, dim, dtype=f.dtype, device="meta") for dim in (f.k_dim, f.v_dim))
         return k, v
 
     @property
@@ -256,15 +259,12 @@ class LayerStore:
     # -- appending ----------------------------------------------------------------------------------------------
 
     def append(self, k: Tensor, v: Tensor, tokens: Sequence[int], first: Sequence[int], step: int) -> None:
-        """Store the last `tokens[b]` entries of each row of k and v [B, H, Q, D], in place where there is room.
-
-        `first[b]` is the position of the first of them; `step` the number of this forward.
-        """
+        """Store the last `tokens[b]` entries of each row of k and v [B, H, Q, D], in place where there is room."""
         self.stage(k, v, tokens, first, step)
         self.flush()
 
     def stage(self, k: Tensor, v: Tensor, tokens: Sequence[int], first: Sequence[int], step: int) -> None:
-        """Do all of `append` but the writing of keys and values, which attention can do on its way."""
+        """Do all of `append` but writing keys and values; first[b] is a position, step the number of this forward."""
         if self.is_empty:
             self._lay_out(k, v, k.shape[0], k.shape[1])
         self._exact.stage(k, v, tokens, first, step)
@@ -351,13 +351,12 @@ class LayerStore:
     def open_tier(self, name: Tier) -> CodedTier:
         """Open a coded tier, without entries. Raises `ValueError` where kernels cannot serve it."""
         exact = self._exact.table.arena
-        codec, f = self._codecs[name], exact.format
-        form = Format(codec, f.dtype, f.k_dim, f.v_dim)
+        codec, form = self._codecs[name], replace(exact.format, codec=self._codecs[name])
         if self.kernels == "native" and codec.plain and not dispatch.native_serves(form, exact.device):
-            raise ValueError(f"native kernels need a head_dim that 16 divides for coded entries, not {f.k_dim}")
+            raise ValueError(f"native kernels need a head_dim that 16 divides for coded entries, not {form.k_dim}")
         arena = self._arenas.get(form, exact.device, self.kernels)
         columns = self._new_columns(self.device)
-        if codec.unit == PAGE and codec.plain:
+        if codec.unit == PAGE and codec.plain and not codec.ledger:
             self.coded[name] = self._page_tier(name, arena, columns, self.num_kv_heads)
         else:
             self.coded[name] = self._unit_tier(name, arena, columns, self.num_kv_heads, self._rotary)

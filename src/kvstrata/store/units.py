@@ -213,7 +213,7 @@ class UnitTier(CodedTier):
         free = ((wanted != GONE) & ~stays).nonzero()
         segment, source, target = free[:, 0], movers[:, 1] % max(1, zone.shape[1]), free[:, 1]
         new, inside = source >= old, torch.arange(unit, device=device)
-        at = order[segment[new]].gather(1, (source[new, None] - old) * unit + inside)
+        at = order[segment[new][:, None], (source[new, None] - old) * unit + inside]
         moves = Moves(segment[~new], source[~new] * unit, target[~new] * unit, segment[new], at, target[new] * unit)
         columns = {
             name: (data.flatten(0, 1)[moves.segment[:, None], moves.source[:, None] + inside],

@@ -20,7 +20,7 @@ class Codec:
 
     running: one grid for all pages of a row and head; it grows when an entry does not fit, and codes are rounded anew.
     rotated: the mean key of a row and head is taken off, and keys and values are turned by a Hadamard matrix.
-    key_space: "pre" codes keys before rotary positions.
+    key_space: "pre" codes keys before rotary positions. ledger: entries may become exact again, and keep their codes.
     """
 
     name: str
@@ -33,6 +33,7 @@ class Codec:
     running: bool = False
     rotated: bool = False
     key_space: KeySpace = "post"
+    ledger: bool = False
 
     @property
     def unit(self) -> int:

@@ -42,13 +42,15 @@ def key_loss(format: Format, k: Tensor, before: Tensor) -> float:
     """Squared error of the codes of keys [n, D], over the variance of what tells one key from another.
 
     `before` [n, D] fp32 are the same keys without rotary positions, where biases that all of them share do not vary.
-    0 where nothing varies.
+    0 where nothing varies, NaN where there are too few keys to tell.
     """
     codec = format.codec
     assert codec is not None
     n = len(k) // codec.unit * codec.unit
     x = (before if codec.key_space == "pre" else k.float())[:n]
-    signal = float((before - before.mean(dim=0)).square().mean()) if n else 0.0
+    if not n:
+        return float("nan")
+    signal = float((before - before.mean(dim=0)).square().mean())
     if not 0 < signal < float("inf"):
         return 0.0
     x = hadamard(x - x.mean(dim=0)) if codec.rotated else x

@@ -104,8 +104,8 @@ def _grow(format: Format, blocks: Sequence[Block], pages: list[int], frame: Tens
         return False
     if not bool((need > frame).any()):
         return False
-    k, v, grid = read_pages(blocks, pages)
-    numbers = ref.unpack(format, k, v, grid)
+    k, v, _ = read_pages(blocks, pages)
+    numbers = ref.unpack(format, k, v, frame.expand(len(pages), -1))
     frame.copy_(torch.where(need > frame, need * GROWTH, frame))
     packed = ref.pack(format, *numbers, grid=frame.expand(len(pages), -1))
     write_pages(blocks, pages, *packed[:3])
