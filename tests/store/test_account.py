@@ -251,9 +251,8 @@ def test_a_plan_that_drops_few_copies_as_few(per_head, dropped):
     assert store.exact.table.pages == [
         pages[: len(left)] for pages, left in zip(before, store.exact.table.pages, strict=True)
     ]
-    assert (
-        0 < alive.copied <= dropped * (store.sizes_of(*store.none_of())["entry_bytes"] - 4)
-    )  # the position is not a float
+    entry = store.sizes_of(*store.none_of())["entry_bytes"]
+    assert 0 < alive.copied <= dropped * (entry - 4)  # the position is not a float
 
 
 def test_layers_add_up_and_replace_their_own_figures():
