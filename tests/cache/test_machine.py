@@ -50,7 +50,7 @@ def table(budget):
 
 PRESETS = ("window", "streaming", "random", "keynorm", "h2o", "tova", "snapkv", "pyramidkv", "scissorhands")
 POLICIES = {name: f"{name}:budget={{0}}" for name in PRESETS} | {
-    "confkv": "confkv:high={0},low={1},tau=0.5",
+    "confkv": "confkv:high={0},low={1},tau=0.5,window=99999",  # all exact
     "room": "h2o:budget={0},room=4",
     "share": "tova:budget=25%",
     "protect": "keydiff:budget={1},sinks=2,recent=3",

@@ -1,5 +1,6 @@
 """What hiding a part of the past does, and how figures are related."""
 
+import copy
 import math
 
 import pytest
@@ -78,7 +79,7 @@ def test_a_trace_has_the_attention_of_a_full_cache():
     assert len(found) == 3
     assert found[0].mass.shape == (10, 30)
     assert torch.allclose(found[0].mass.sum(dim=1), torch.ones(10), atol=1e-4)
-    eager = tiny().__class__(tiny().config)
+    eager = tiny().__class__(copy.deepcopy(tiny().config))
     eager.load_state_dict(tiny().state_dict())
     eager.eval().set_attn_implementation("eager")
     weights = eager(torch.tensor(ids)[None], output_attentions=True).attentions

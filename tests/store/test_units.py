@@ -268,7 +268,7 @@ class PerHeadModel(Model):
 
 
 for machine in (Model, PerHeadModel):
-    machine.TestCase.settings = settings(max_examples=40, stateful_step_count=10)
+    machine.TestCase.settings = settings(max_examples=20, stateful_step_count=10)
 TestShared = Model.TestCase
 TestPerHead = PerHeadModel.TestCase
 
