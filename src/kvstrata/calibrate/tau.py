@@ -23,6 +23,12 @@ class Tau:
     quantiles: dict[str, float]
 
 
+def check_rate(rate: float) -> None:
+    """Raise `InputError` for a rate that no tau can have."""
+    if not 0 < rate < 1:
+        raise InputError(f"rate={rate}: give the share of steps that shall be sure, between 0 and 1")
+
+
 @torch.no_grad()
 def calibrate_tau(
     model: PreTrainedModel,
@@ -31,8 +37,7 @@ def calibrate_tau(
     tick: Callable[[], object] = lambda: None,
 ) -> Tau:
     """Read texts and find tau. Raises `InputError` for a rate outside 0 .. 1."""
-    if not 0 < rate < 1:
-        raise InputError(f"rate={rate}: give the share of steps that shall be sure, between 0 and 1")
+    check_rate(rate)
     found: list[torch.Tensor] = []
     for ids in documents:
         logits = cast(Any, model)(torch.tensor(ids, device=model.device)[None], use_cache=False).logits[0]

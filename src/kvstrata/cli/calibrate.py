@@ -10,12 +10,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from kvstrata.calibrate.tau import calibrate_tau
-from kvstrata.cli.diagnose import stretches
+from kvstrata.calibrate.tau import calibrate_tau, check_rate
 from kvstrata.cli.tables import progress_bar
-from kvstrata.core import InputError
 from kvstrata.evaluate.framing import encode
-from kvstrata.evaluate.texts import read_text
+from kvstrata.evaluate.texts import read_text, stretches
 from kvstrata.hf.models import load_model
 
 app = typer.Typer(help="Find the numbers of a policy on a model and a text.", no_args_is_help=True)
@@ -38,10 +36,11 @@ def tau(
     as_json: Annotated[bool, typer.Option("--json", help="Print figures as JSON.")] = False,
 ) -> None:
     """Find CONF-KV's tau: the confidence that a share of the steps reaches on this model and text."""
-    if not 0 < rate < 1:
-        raise InputError(f"--rate {rate}: give the share of steps that shall be sure, between 0 and 1")
+    check_rate(rate)
     loaded, tokenizer = load_model(model, dtype, device, Console(stderr=True))
-    parts = [part for file in text for part in stretches(encode(tokenizer, read_text(file)), documents, length)]
+    fix = "give fewer --documents, a smaller --length, or a longer --text"
+    texts = [encode(tokenizer, read_text(file)) for file in text]
+    parts = [part for ids in texts for part in stretches(ids, documents, length, fix)]
     with progress_bar() as progress:
         task = progress.add_task("reading", total=len(parts))
         found = calibrate_tau(loaded, parts, rate, lambda: progress.advance(task))

@@ -18,7 +18,7 @@ from kvstrata.diagnose import measure, plots
 from kvstrata.diagnose.confidence import own_words
 from kvstrata.diagnose.drift import Band
 from kvstrata.evaluate.framing import encode
-from kvstrata.evaluate.texts import digest, haystack
+from kvstrata.evaluate.texts import digest, haystack, stretches
 from kvstrata.files import whole
 from kvstrata.hf.models import load_model
 from kvstrata.policy import parse_policy
@@ -51,7 +51,8 @@ def diagnose(
         parse_policy(spec)
     source = haystack(text)
     loaded, tokenizer = load_model(model, dtype, device, Console(stderr=True))
-    texts = stretches(encode(tokenizer, source), documents, length + steps)
+    fix = "give fewer --documents, a smaller --length or --steps, or a longer --text"
+    texts = stretches(encode(tokenizer, source), documents, length + steps, fix)
     band = Band(sinks, local, window)
     asked = _Asked(kinds, specs, length, steps, every, samples, own, seed)
     figures, found = _measured(loaded, texts, asked, band)
@@ -120,17 +121,6 @@ def _kinds(what: str) -> list[str]:
         if kind not in measure.KINDS:
             raise InputError(f"no diagnostic named {kind!r}: there are {', '.join(measure.KINDS)}")
     return kinds
-
-
-def stretches(ids: list[int], count: int, length: int) -> list[list[int]]:
-    """`count` stretches of `length` tokens, evenly over a text. Raises `InputError` where it is too short."""
-    apart = len(ids) // count
-    if apart < length:
-        raise InputError(
-            f"the text has {len(ids)} tokens, and {count} stretches of {length} need {count * length}: give fewer "
-            "--documents, a smaller --length or --steps, or a longer --text"
-        )
-    return [ids[i * apart :][:length] for i in range(count)]
 
 
 def _table(kind: str, values: dict[str, Any]) -> Table:

@@ -7,19 +7,16 @@ from typing import Any
 
 import torch
 
-from kvstrata.core import KvstrataError, Tier
+from kvstrata.core import Tier
 from kvstrata.diagnose.drift import Band
 from kvstrata.diagnose.measure import Traces
+from kvstrata.evaluate.figures import figure
 from kvstrata.files import whole
 
 
 def draw(kind: str, figures: dict[str, Any], found: Traces, band: Band, path: Path) -> Path:
     """Draw one kind of diagnostic. Raises `KvstrataError` without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise KvstrataError("pictures need matplotlib: pip install 'kvstrata[demo]'") from error
-    fig = Figure(figsize=(10, 5), layout="constrained")
+    fig = figure(figsize=(10, 5))
     {"fmm": _tiers, "churn": _saw, "reactivation": _heat, "confidence": _scatter, "isolation": _bars}[kind](
         fig, figures, found, band
     )

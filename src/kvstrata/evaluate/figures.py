@@ -36,7 +36,8 @@ def _milliseconds(row: Row) -> float | None:
     return row.cell.ms_per_token
 
 
-def _figure(**options: Any) -> Any:
+def figure(**options: Any) -> Any:
+    """An empty picture. Raises `KvstrataError` without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -50,7 +51,7 @@ def _against(comparison: Comparison, label: str, place: Any) -> Any:
     for row in comparison.rows:
         if (x := place(row)) is not None:
             lines[row.cell.run.policy].append((x, row))
-    fig = _figure(figsize=(8, 5))
+    fig = figure(figsize=(8, 5))
     axes = fig.subplots()
     for policy, points in lines.items():
         points.sort(key=lambda point: point[0])
@@ -69,7 +70,7 @@ def _against(comparison: Comparison, label: str, place: Any) -> Any:
 def _grid(comparison: Comparison, results: Results) -> Any:
     """Share of exact answers over length and depth, one panel per policy."""
     rows = comparison.rows
-    fig = _figure(figsize=(3 * min(4, len(rows)), 2.6 * -(-len(rows) // 4)))
+    fig = figure(figsize=(3 * min(4, len(rows)), 2.6 * -(-len(rows) // 4)))
     panels = fig.subplots(-(-len(rows) // 4), min(4, len(rows)), squeeze=False).flat
     for axes, row in zip(panels, rows, strict=False):
         found = defaultdict[tuple[float, float], list[float]](list)

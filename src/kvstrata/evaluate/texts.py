@@ -58,6 +58,20 @@ def sentences(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in parts if part.strip())
 
 
+def stretches(ids: list[int], count: int, length: int, fix: str, seed: int = 0) -> list[list[int]]:
+    """Stretches of a text, one from the beginning of each of as many equal parts, or elsewhere in it by the seed.
+
+    Raises `InputError`, which ends with `fix`, where the text is too short.
+    """
+    apart = len(ids) // count
+    if apart < length:
+        raise InputError(
+            f"the text has {len(ids)} tokens, and {count} stretches of {length} need {count * length}: {fix}"
+        )
+    moved = [generator("documents", seed, i).randrange(apart - length + 1) if seed else 0 for i in range(count)]
+    return [ids[i * apart + moved[i] :][:length] for i in range(count)]
+
+
 def generator(*seeds: object) -> random.Random:
     """Random numbers that depend on all of the seeds and on nothing else."""
     return random.Random("/".join(map(str, seeds)))

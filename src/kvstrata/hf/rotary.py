@@ -27,8 +27,7 @@ def rotary_of(model: PreTrainedModel) -> Rotary:
     def refuse(reason: str) -> UnsupportedModelError:
         return UnsupportedModelError(f"{name}: keys cannot be taken before rotary positions, since {reason}")
 
-    found = [(path, cast(Any, module)) for path, module in model.named_modules() if hasattr(module, "inv_freq")]
-    modules = list({id(module): module for _, module in found}.values())
+    modules = [cast(Any, module) for module in model.modules() if hasattr(module, "inv_freq")]
     if not modules:
         raise refuse("it has no rotary positions that transformers knows")
     module = modules[0]

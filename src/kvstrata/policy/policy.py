@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from kvstrata.core import PHASES, Column, LayerShape, Phase, Plan, Signals, SpecError, Tier
-from kvstrata.kernels.pages import PAGE
 from kvstrata.policy.budget import Budget, Everything, HeadTokens
 from kvstrata.policy.confidence import Steady
 from kvstrata.policy.granularity import Token
@@ -45,7 +44,7 @@ class Rule:
                 )
         coding = self.tiers.coding
         codec = coding and coding.record
-        apart = codec and not self.tiers.ranks and codec.unit > 1 and not (codec.unit == PAGE and codec.plain)
+        apart = codec and not self.tiers.ranks and codec.unit > 1 and not codec.by_page
         if coding and apart and not isinstance(self.budget, Everything):
             raise SpecError(
                 f"group={coding.group} and key_space={coding.key_space} code entries that are only dropped together: "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal, Protocol
 
 import torch
@@ -50,11 +51,16 @@ class Coding:
     @property
     def record(self) -> Codec:
         """What the kernels know it by."""
-        codec = CODECS[self.codec][1]
-        if (self.group, self.key_space, self.ledger) == (64, "post", False):
-            return codec
-        name = f"{codec.name}-{self.group}-{self.key_space}"
-        return replace(codec, name=name, window=self.group, key_space=self.key_space, ledger=self.ledger)
+        return _record(self)
+
+
+@cache  # every step of every layer asks
+def _record(coding: Coding) -> Codec:
+    codec = CODECS[coding.codec][1]
+    if (coding.group, coding.key_space, coding.ledger) == (64, "post", False):
+        return codec
+    name = f"{codec.name}-{coding.group}-{coding.key_space}"
+    return replace(codec, name=name, window=coding.group, key_space=coding.key_space, ledger=coding.ledger)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -163,11 +169,12 @@ class ByAge:
 
     def due(self, exact: Sequence[Sequence[int]], position: Tensor) -> bool:
         """Whether some row and head has enough older entries, whichever they are."""
-        if all(count < self.step for row in exact for count in row):
+        step = self.step
+        if all(count < step for row in exact for count in row):
             return False
         newest = position.amax(dim=(1, 2), keepdim=True)
         old = (position >= 0) & (position <= newest - self.exact)
-        return bool((old.sum(dim=-1) >= self.step).any())
+        return bool((old.sum(dim=-1) >= step).any())
 
     def assign(self, keep: Tensor, signals: Signals) -> Tensor:
         """Older entries in whole steps."""

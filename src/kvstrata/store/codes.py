@@ -71,10 +71,8 @@ class Codes:
         else:
             if len(moves.new_segment):
                 fresh = self._pack(moves, exact, account)
-                first = width * PAGE + torch.arange(len(moves.new_segment) * served, device=table.device)
-                slots = (first - width * PAGE) * self._codec.unit + width * PAGE
                 new = self._each_head(moves.new_segment, moves.new_target, moves.new_target)
-                new[:, 1] = slots
+                new[:, 1] = width * PAGE + torch.arange(len(new), device=table.device) * self._codec.unit
                 old = torch.cat([old, new])
             units.move_units(f, arena.blocks, table, old, fresh, arena.native)
         self._resize(each)
@@ -97,8 +95,7 @@ class Codes:
             position = exact.columns.data["position"].flatten(0, 1)[segment // served, at]
             k, v = self._turned(segment, k.float(), v.float(), position)
         account.note_copies(k.nbytes + v.nbytes)
-        rest = -len(k) % PAGE  # the last page is filled with anything
-        k, v = (torch.cat([x, x[-unit:].repeat(rest // unit, 1)]).unflatten(0, (-1, PAGE)) for x in (k, v))
+        k, v = (packing.in_pages(x, unit) for x in (k, v))
         return packing.pack(f, k.contiguous(), v.contiguous(), self.arena.native)
 
     def _turned(self, segment: Tensor, k: Tensor, v: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:

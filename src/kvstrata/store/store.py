@@ -356,7 +356,7 @@ class LayerStore:
             raise ValueError(f"native kernels need a head_dim that 16 divides for coded entries, not {form.k_dim}")
         arena = self._arenas.get(form, exact.device, self.kernels)
         columns = self._new_columns(self.device)
-        if codec.unit == PAGE and codec.plain and not codec.ledger:
+        if codec.by_page:
             self.coded[name] = self._page_tier(name, arena, columns, self.num_kv_heads)
         else:
             self.coded[name] = self._unit_tier(name, arena, columns, self.num_kv_heads, self._rotary)

@@ -4,29 +4,19 @@ from __future__ import annotations
 
 from transformers import PreTrainedTokenizerBase
 
-from kvstrata.core import InputError
 from kvstrata.evaluate.framing import encode
 from kvstrata.evaluate.task import NLL, TASKS, Example, Metric, Settings, Source, Task
-from kvstrata.evaluate.texts import generator, haystack
+from kvstrata.evaluate.texts import haystack, stretches
 
 FOLLOWS = 4  # a continuation has a fourth of the prompt's tokens
 
 
 def documents(tokenizer: PreTrainedTokenizerBase, contexts: int, length: int, settings: Settings) -> list[Example]:
     """Stretches of the text, one from the beginning of each of as many equal parts, or elsewhere in it by the seed."""
-    ids = encode(tokenizer, haystack(settings.haystack))
-    need, apart = length + length // FOLLOWS, len(ids) // contexts
-    if apart < need:
-        raise InputError(
-            f"the text has {len(ids)} tokens, but {contexts} contexts of {length} and what follows need "
-            f"{contexts * need}: give a smaller --length or --contexts, or another --haystack"
-        )
-    found: list[Example] = []
-    for i in range(contexts):
-        moved = generator("documents", settings.seed, i).randrange(apart - need + 1) if settings.seed else 0
-        part = ids[i * apart + moved :][:need]
-        found.append(Example(f"{settings.seed}-{i}", part[:length], continuation=part[length:]))
-    return found
+    ids, seed = encode(tokenizer, haystack(settings.haystack)), settings.seed
+    fix = f"a context has {length} and what follows; give a smaller --length or --contexts, or another --haystack"
+    parts = stretches(ids, contexts, length + length // FOLLOWS, fix, seed)
+    return [Example(f"{seed}-{i}", part[:length], continuation=part[length:]) for i, part in enumerate(parts)]
 
 
 SOURCE = Source("documents", 1, "steps", documents, length=1024, batch=8)

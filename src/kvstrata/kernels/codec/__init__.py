@@ -41,6 +41,11 @@ class Codec:
         return 1 if self.running or self.k_axis == "token" else self.window
 
     @property
+    def by_page(self) -> bool:
+        """Whether whole pages are coded once under a grid of their own, inside which entries may be dropped."""
+        return self.unit == 64 and self.plain and not self.ledger
+
+    @property
     def plain(self) -> bool:
         """Whether compiled kernels know it: codes and grids alone give the keys as attention reads them."""
         return self.k_axis == "channel" and self.window >= 8 and not self.rotated and self.key_space == "post"

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvstrata.kernels import dispatch
 from kvstrata.kernels.codec import ref
-from kvstrata.kernels.codec.ref import Packed, pick, reorder
+from kvstrata.kernels.codec.ref import Packed, in_pages, pick, reorder
 from kvstrata.kernels.codec.rotation import hadamard
 from kvstrata.kernels.pages import PAGE, Format
 
@@ -54,11 +54,10 @@ def key_loss(format: Format, k: Tensor, before: Tensor) -> float:
     if not 0 < signal < float("inf"):
         return 0.0
     x = hadamard(x - x.mean(dim=0)) if codec.rotated else x
-    rest = -n % PAGE
-    pages = torch.cat([x, x[-codec.unit :].repeat(rest // codec.unit, 1)]).unflatten(0, (-1, PAGE))
+    pages = in_pages(x, codec.unit)
     v = pages.new_zeros(*pages.shape[:2], format.v_dim)
     kept = ref.unpack(format, *ref.pack(format, pages, v)[:3])[0].flatten(0, 1)[:n]
     return float((kept - x).square().mean()) / signal
 
 
-__all__ = ["Packed", "key_loss", "pack", "pick", "reorder", "unpack"]
+__all__ = ["Packed", "in_pages", "key_loss", "pack", "pick", "reorder", "unpack"]

@@ -46,6 +46,11 @@ def pack(format: Format, k: Tensor, v: Tensor, grid: Tensor | None = None) -> Pa
     return Packed(_stack(k_tiles, keys.bits), _stack(v_tiles, values.bits), kept, nonfinite)
 
 
+def in_pages(x: Tensor, unit: int) -> Tensor:
+    """x [n, D], whole units, as pages [m, 64, D]; the last one is filled with its last unit, which means nothing."""
+    return torch.cat([x, x[-unit:].repeat(-len(x) % PAGE // unit, 1)]).unflatten(0, (-1, PAGE))
+
+
 def unpack(format: Format, k_codes: Tensor, v_codes: Tensor, grid: Tensor) -> tuple[Tensor, Tensor]:
     """Give k [n, 64, D] and v [n, 64, Dv] in fp32, zero + scale * code, of n pages as a `Block` keeps them."""
     keys, values = _halves(format)

@@ -88,9 +88,8 @@ def code_units(
         grown += _grow(format, blocks, pages, frames[s], need)
         _, _, grid = read_pages(blocks, pages)
         write_pages(blocks, pages, *read_pages(blocks, pages)[:2], frames[s].expand_as(grid))
-        count = -(-len(k) // PAGE) * PAGE
-        padded = [torch.cat([x, x[:1].expand(count - len(x), -1)]).unflatten(0, (-1, PAGE)) for x in (k, v)]
-        fresh = ref.pack(format, *padded, grid=frames[s].expand(count // PAGE, -1))
+        pages_k, pages_v = (ref.in_pages(x, 1) for x in (k, v))
+        fresh = ref.pack(format, pages_k, pages_v, grid=frames[s].expand(len(pages_k), -1))
         first = table.shape[1] * PAGE
         at = torch.arange(first, first + len(k), device=mine.device)
         move_units(format, blocks, table, torch.stack([mine[:, 0], at, mine[:, 2]], dim=1).int(), fresh)
