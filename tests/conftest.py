@@ -7,6 +7,8 @@ import os
 
 # before torch loads OpenMP: threads that spin while they wait make small operators ten times slower on a busy machine
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# before transformers: names of models that are not there fail at once, without asking anybody
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch

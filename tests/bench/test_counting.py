@@ -9,7 +9,7 @@ from kvstrata.core import SpecError
 from kvstrata.policy import parse_policy
 from tests.contract.runs import ALL, kv, prompt, spec, tiny
 
-SHAPE = KvShape((0, 1, 2), 2, 16, torch.float32)
+SHAPE = KvShape((0, 1, 2), 2, 16, torch.float32, group=2)
 EXTRA = ["keynorm:budget=30%,room=5", "streaming:budget=40KiB", "window:budget=20KiB/layer", "pyramidkv:budget=20"]
 CODED = ["full:codec=int8,exact=4", "window:budget=90,codec=int8,exact=10", "snapkv:budget=70,codec=int4,exact=0"]
 
@@ -18,14 +18,14 @@ CODED = ["full:codec=int8,exact=4", "window:budget=90,codec=int8,exact=10", "sna
 @pytest.mark.parametrize("name", [*ALL, *EXTRA, *CODED])
 def test_counted_bytes_are_those_of_a_run(name, batch, chunk):
     text = spec(name, 20)
-    bill = count_bytes(parse_policy(text), SHAPE, context=70, new_tokens=70, batch=batch, chunk=chunk)
-    ids, fed = prompt(140, batch), 0
+    bill = count_bytes(parse_policy(text), SHAPE, context=70, new_tokens=40, batch=batch, chunk=chunk)
+    ids, fed = prompt(110, batch), 0
     with torch.no_grad(), kvstrata.compress(tiny(), text) as cache:
         for length in [70] if chunk is None else [20, 20, 20, 10]:
             tiny()(ids[:, fed : fed + length], **kv(cache))
             fed += length
         after_prompt = cache.nbytes
-        for step in range(70, 139):
+        for step in range(70, 109):
             tiny()(ids[:, step : step + 1], **kv(cache))
         at_end, peak = cache.nbytes, cache.account.peak
     assert (bill.after_prompt.live, bill.after_prompt.held) == (after_prompt.live, after_prompt.held)

@@ -188,8 +188,7 @@ class Engine(StateMachine):
         if by_forward and self.drafting and self.columns > PREFILL_ABOVE:
             self.waiting, self.drafting = [rules and rules[1:] for rules in self.waiting], False
         twin = deepcopy(self.cache)
-        for layer in twin.layers.values():
-            layer._accept() if by_forward else layer.settle()
+        twin.accept() if by_forward else twin.settle()
         self.settled(twin)
 
     @rule(data=st.data(), queries=LENGTHS, padded=st.booleans(), seed=SEEDS, share=st.sampled_from([0, 0, 0.2, 1]))

@@ -11,7 +11,7 @@ from kvstrata.hf.compat import CACHE_KEYWORD
 
 PRESETS = (
     *("window", "streaming", "random", "keynorm", "keydiff", "h2o", "tova", "snapkv"),
-    *("pyramidkv", "scissorhands", "confkv", "confkv-l"),
+    *("pyramidkv", "scissorhands", "confkv", "confkv-l", "echo-head"),
 )
 ALL = ("full", *PRESETS)
 GROW = ("snapkv", "pyramidkv")  # compress the prompt only
@@ -94,6 +94,7 @@ def spec(name: str, budget: str | int) -> str:
         return name
     amount, _, rest = str(budget).partition(",")
     options = {
+        "echo-head": f":budget={amount},window=4" + (",room=1" if "room=" not in rest else ""),
         "full": "",
         "pyramidkv": f":budget={amount},beta=1",
         "confkv": f":high={amount},low={amount},window={EXACT}",

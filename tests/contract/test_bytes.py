@@ -13,7 +13,7 @@ LAYERS, HEADS, DIM = 3, 2, 16
 PAYLOAD = 2 * HEADS * DIM * 4  # one token, one layer, fp32
 # two heads with columns of their own, or one that they share
 COLUMNS = {
-    **dict.fromkeys(("h2o", "scissorhands"), 2 * (4 + 4)),
+    **dict.fromkeys(("h2o", "scissorhands", "echo-head"), 2 * (4 + 4)),
     **dict.fromkeys(("keynorm", "keydiff", "snapkv", "pyramidkv"), 2 * 4),
     **dict.fromkeys(("confkv", "confkv-l"), 4 + 4),
 }
@@ -26,7 +26,8 @@ def entry(name):
 def storage_bytes(cache):
     """What torch says the cache's tensors own, each storage once."""
     columns = [t for layer in cache.strata.values() for t in layer.store.exact.columns.data.values()]
-    tensors = [*columns, *(t for arena in cache.engine.arenas for block in arena.blocks for t in block[1:])]
+    waiting = [t for layer in cache.strata.values() if layer.asking for t in (*layer.asking.queries, *layer.asking.lse)]
+    tensors = [*columns, *waiting, *(t for arena in cache.engine.arenas for block in arena.blocks for t in block[1:])]
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 

@@ -136,8 +136,8 @@ def test_a_policy_that_makes_room_stays_within_its_budget(name):
         for step in range(40, 90):
             model(ids[:, step : step + 1], **kv(cache))
             lengths.append(len(cache.entries(1)))
-    assert lengths == [15 + step % 6 for step in range(51)]
-    assert cache.report().layers[1].plans == 1 + 50 // 6
+    assert lengths == [20] + [15 + step % 6 for step in range(50)]  # the prompt keeps all that it may
+    assert cache.report().layers[1].plans == 2 + 49 // 6
 
 
 PROTECTED = {

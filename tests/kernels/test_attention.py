@@ -110,25 +110,22 @@ def test_agrees_with_the_oracle(kernels, dtype, group, queries, keys, mass_rows)
     assert done.out.shape == q.shape
     assert largest_error(done.out, out) <= error
     assert (done.mass is None) == (rows == 0)
+    if done.lse is not None:
+        assert done.lse.dtype == torch.float32
+        assert largest_error(done.lse, lse) <= 1e-4
     if rows:
-        assert done.mass.dtype == done.lse.dtype == torch.float32
-        assert largest_error(done.lse, lse[:, :, -rows:]) <= 1e-4
+        assert done.mass.dtype == torch.float32
         assert done.mass.shape == mass[rows].shape
         assert (done.mass.sum(dim=-1) - rows).abs().max() <= 1e-4 * rows
         # relative to the largest sum: for 16-bit keys the flash operator's lse is good to 6e-5 a row
         assert largest_error(done.mass, mass[rows]) <= 1e-4 * mass[rows].max().clamp_min(1)
 
 
-@kernels
-@pytest.mark.parametrize("queries", [1, 3, 9], ids=["decode", "chunk", "prompt"])
+@pytest.mark.parametrize("kernels", ["reference", "native"])
 @pytest.mark.parametrize("mass_rows", MASS_ROWS, ids=["mass0", "mass1", "mass5", "mass-all"])
-def test_lse_is_of_the_queries_whose_mass_is_summed(kernels, queries, mass_rows):
-    q, k, v = case(queries, 9, 3, torch.float32)
-    lse = attend(q, k, v, softmax=LOGITS, reduction=reduce(mass_rows), kernels=kernels).lse
-    if mass_rows == 0:
-        assert lse is None
-    else:
-        assert lse.shape == (*q.shape[:2], rows_asked(mass_rows, queries))
+def test_prompts_bring_the_lse_of_every_query(kernels, mass_rows):
+    q, k, v = case(9, 9, 3, torch.float32)
+    assert attend(q, k, v, softmax=LOGITS, reduction=reduce(mass_rows), kernels=kernels).lse.shape == q.shape[:3]
 
 
 @kernels
@@ -145,6 +142,7 @@ def test_keys_in_a_capacity_buffer_give_the_same_bits(kernels, dtype, group, que
     assert torch.equal(plain.out, strided.out)
     if mass_rows:
         assert torch.equal(plain.mass, strided.mass)
+    if plain.lse is not None:
         assert torch.equal(plain.lse, strided.lse)
 
 

@@ -9,6 +9,7 @@ import math
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -65,8 +66,10 @@ if INTERPRETED:
 @pytest.mark.skipif(INTERPRETED or DEVICE.type == "cuda", reason="they run here")
 def test_all_of_these_under_the_interpreter():
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    others = Path(__file__).with_name("test_echo.py")
+    options = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", "triton")
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", __file__],
+        [sys.executable, "-m", "pytest", *options, __file__, str(others)],
         env={**environment, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,

@@ -43,11 +43,11 @@ READS = {
     "persistence": Reduction(400, counts=True),
     "mix": Reduction(88, decay=0.9),
 }
-COLUMNS = {"accumulated-mass": "mass", "decayed-mass": "ema", "persistence": "count", "mix": "ema"}
+COLUMNS = {"accumulated-mass": "mass", "decayed-mass": "ema", "persistence": "count", "mix": "ema", "echo": "asked"}
 
 
 def test_the_scorers_and_what_each_of_them_reads():
-    needs = {"keynorm": {"keys"}, "keydiff": {"keys"}}
+    needs = {"keynorm": {"keys"}, "keydiff": {"keys"}, "echo": {"turn", "outputs"}}
     assert set(SCORERS) == {"recency", "random", *needs, *READS}
     for name in SCORERS:
         scorer = make(name)

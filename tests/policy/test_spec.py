@@ -126,11 +126,11 @@ def test_a_range_that_does_not_cover_a_layer_is_an_error_when_it_is_asked_for(fi
 
 
 TEXT_ERRORS = {
-    "": "no policy named ''. There are: confkv, confkv\\+, confkv-l, full, h2o",
+    "": "no policy named ''. There are: confkv, confkv\\+, confkv-l, echo, echo-head, echo-layer, full, h2o",
     "h20": "no policy named 'h20'. Did you mean 'h2o'?",
     "nothing-like-it": r"no policy named 'nothing-like-it'\. There are",
     "h2o:bugdet=5": "no key of policy 'h2o' named 'bugdet'. Did you mean 'budget'?",
-    "window:recent=3": r"named 'recent'.*There are: budget, codec, exact, group, key_space, room, sinks",
+    "window:recent=3": r"named 'recent'.*There are: budget, codec, exact, group, heads, key_space, room, sinks",
     "full:budget=5": r"no key of policy 'full' named 'budget'\. There are: codec, exact",
     "h2o:budget=5MiBs": "sizes are B, KiB, MiB",
     "h2o:budget=5,budget=6": "'budget' is given twice",
@@ -182,7 +182,7 @@ FILE_ERRORS = {
     "no-scorer": ("layers: {0-: {decode: {budget: 4}}}\n", "layers 0-, decode needs the key 'scorer'"),
     "no-budget": ("layers: {0-: {decode: {scorer: recency}}}\n", "layers 0-, decode needs the key 'budget'"),
     "rule-key": (RULE % ", head: each", "named 'head'. Did you mean 'heads'?"),
-    "heads": (RULE % ", heads: some", "heads='some'.*'shared', 'each' or 'pooled'"),
+    "heads": (RULE % ", heads: some", "heads='some'.*'shared', 'each', 'pooled' or 'global'"),
     "room": (RULE % ", room: 0", "room=0"),
     "room-word": (RULE % ", room: often", "room='often'.*integer"),
     "sinks": (RULE % ", sinks: -2", "sinks=-2: give 0 or more"),

@@ -12,11 +12,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from kvstrata.cache.asking import Asking
 from kvstrata.cache.layer import Layer
 from kvstrata.cache.step import Mode
 from kvstrata.core import Column, Signals
-from kvstrata.kernels.attention import Softmax
+from kvstrata.kernels.attention import Attended, Softmax
 from kvstrata.kernels.codec.ref import Packed
+from kvstrata.kernels.echo import Band
 from kvstrata.kernels.pages import PAGE
 from kvstrata.policy.policy import Policy
 from kvstrata.policy.scorers import Stateless
@@ -37,6 +39,7 @@ class KvShape:
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    group: int = 1  # query heads per key-value head
 
     @property
     def token_bytes(self) -> int:
@@ -58,6 +61,12 @@ class _Stand(Stateless):
     """Recency in place of another scorer, with its columns."""
 
     kept: tuple[Column, ...]
+    band: Band | None = None
+
+    @property
+    def asks(self) -> Band | None:
+        """As the scorer it stands for."""
+        return self.band
 
     @property
     def columns(self) -> tuple[Column, ...]:
@@ -129,14 +138,24 @@ class _CountingStore(LayerStore):
         return super()._new_columns(torch.device("cpu"))
 
 
-def _not_computed(store: LayerStore, q: Tensor, *_: object) -> tuple[Tensor, None]:
-    return q, None
+def _not_computed(store: LayerStore, q: Tensor, *_: object) -> Attended:
+    return Attended(q, None, None)
+
+
+class _CountingAsking(Asking):
+    """Queries that wait and get no answer."""
+
+    def ask(self, store: LayerStore, seen: Sequence[int], softmax: Softmax) -> Tensor:
+        """Nobody is worth anything."""
+        self.keep_newest(self.lse)
+        return torch.zeros(store.batch_size, store.num_kv_heads, store.width)
 
 
 class _CountingLayer(Layer):
     """A layer whose attention is not computed."""
 
     _attention = staticmethod(_not_computed)
+    _asking = _CountingAsking
 
     def __init__(self, index: int, depth: int, num_layers: int, policy: Policy, mode: Mode) -> None:
         self.account = Account()
@@ -210,7 +229,7 @@ def _trace(
     for queries in lengths:
         k = torch.empty(batch, shape.num_kv_heads, queries, shape.head_dim, dtype=shape.dtype, device="meta")
         counted.account.restart_peak()
-        counted.attend(k, k, k, None, Softmax(1.0))
+        counted.attend(k.repeat(1, shape.group, 1, 1), k, k, None, Softmax(1.0))
         mode.fed, mode.confidence = counted.columns_fed, [[confidence]] * batch
         counted.settle()
         forwards.append(_Forward(counted.account.peak, counted.account.now))
@@ -218,7 +237,7 @@ def _trace(
 
 
 def _stand_in(policy: Policy) -> Policy:
-    return policy.map_rules(lambda rule: replace(rule, scorer=_Stand(rule.scorer.columns)))
+    return policy.map_rules(lambda rule: replace(rule, scorer=_Stand(rule.scorer.columns, rule.scorer.asks)))
 
 
 def _bill(traces: list[list[_Forward]], prompt_forwards: int, waits: bool) -> Bill:

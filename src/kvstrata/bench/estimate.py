@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from kvstrata.bench.counting import Bill, KvShape, count_bytes
 from kvstrata.core import UnsupportedModelError
 from kvstrata.hf import StrataCache, compress
-from kvstrata.hf.compat import CACHE_KEYWORD, check_model, kv_shape, not_compressed, option, stock_layers
+from kvstrata.hf.compat import CACHE_KEYWORD, check_model, kv_shape, not_compressed, option, query_group, stock_layers
 from kvstrata.policy import Policy
 
 STEPS = 9  # decode steps measured, of which the median counts
@@ -66,7 +66,7 @@ class Shell:
             raise UnsupportedModelError(
                 f"{config.model_type}: its layers' keys differ or none is ordinary attention, so bytes cannot be told"
             )
-        self.shape = KvShape(ours, *heads, dtype)
+        self.shape = KvShape(ours, *heads, dtype, query_group(text, heads[0]))
         self.weight_bytes = sum(p.numel() for p in whole.parameters()) * dtype.itemsize
 
     def _build(self, config: PretrainedConfig) -> PreTrainedModel:

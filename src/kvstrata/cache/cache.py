@@ -9,11 +9,12 @@ from typing import Any
 
 from torch import Tensor
 
+from kvstrata.cache.across import settle_across
 from kvstrata.cache.layer import Layer
+from kvstrata.cache.model import NOTHING, Model
 from kvstrata.cache.step import MOST_DRAFTS, Mode
 from kvstrata.core import InputError
 from kvstrata.kernels.attention import KernelName
-from kvstrata.kernels.codec.rotation import Rotary
 from kvstrata.policy.confidence import confidence
 from kvstrata.policy.policy import Policy
 from kvstrata.store import Account, Arenas
@@ -23,15 +24,15 @@ class PolicyCache:
     """Layers by their number in the model. Everything a cache knows is in here; there is no state elsewhere."""
 
     def __init__(
-        self, policy: Policy, layers: Sequence[int], kernels: KernelName = "auto", rotary: Rotary | None = None
+        self, policy: Policy, layers: Sequence[int], kernels: KernelName = "auto", model: Model = NOTHING
     ) -> None:
-        self.policy = policy
+        self.policy, self.model = policy, model
         self.account = Account()
         self.mode = Mode(steadied=policy.steadied)
         self.nan_logits = 0  # rows of logits with a NaN, which counted as unsure
         self.arenas = Arenas(self.account)
         self.layers = {
-            layer: Layer(layer, depth, len(layers), policy, self.account, kernels, self.mode, self.arenas, rotary)
+            layer: Layer(layer, depth, len(layers), policy, self.account, kernels, self.mode, self.arenas, model)
             for depth, layer in enumerate(layers)
         }
 
@@ -54,14 +55,13 @@ class PolicyCache:
             self.mode.confidence = [before + now for before, now in zip(self.mode.confidence, rows, strict=True)]
         else:
             self.mode.take(rows, first.columns_fed)
-        if not self.mode.drafting and not self.mode.prefilling:
-            self.settle()
+        self.end_forward()
 
     def fork(self) -> PolicyCache:
         """A copy that shares all pages until one of both writes to them. Raises `InputError` inside prefilling()."""
         if self.mode.prefilling:
             raise InputError("fork() inside prefilling(): end that block first")
-        memo: dict[int, Any] = {id(shared): shared for shared in (self.policy, self.arenas, *self.arenas)}
+        memo: dict[int, Any] = {id(shared): shared for shared in (self.policy, self.model, self.arenas, *self.arenas)}
         twin = copy.deepcopy(self, memo)
         for layer in twin.layers.values():
             layer.store.share()
@@ -74,9 +74,25 @@ class PolicyCache:
         return any(layer.waits for layer in self.layers.values())
 
     def settle(self) -> None:
-        """Let every layer act on the forward that waits."""
+        """Let every layer act on the forward that waits, those together that choose over all layers."""
+        together = [layer for layer in self.layers.values() if layer.waits_for_others]
         for layer in self.layers.values():
-            layer.settle()
+            if layer not in together:
+                layer.settle()
+        if together:
+            settle_across(together)
+
+    def accept(self) -> None:
+        """Take drafts that wait for granted and settle, since the next forward is here."""
+        if not self.mode.prefilling:
+            for layer in self.layers.values():
+                layer.accept()
+            self.settle()
+
+    def end_forward(self) -> None:
+        """Settle what waited for the end of the forward, unless drafts or a prompt wait on."""
+        if not self.mode.drafting and not self.mode.prefilling:
+            self.settle()
 
     @contextmanager
     def prefilling(self) -> Generator[None]:
@@ -92,8 +108,9 @@ class PolicyCache:
             yield
         finally:
             self.mode.prefilling = False
+            self.settle()
             for layer in self.layers.values():
-                layer.end_prompt()
+                layer.step += 1  # one step, whatever the number of parts
 
     def activate_past_recording(self) -> None:
         """Take the entries of every later forward for drafts until `crop`, or until the next forward accepts them."""
@@ -109,6 +126,8 @@ class PolicyCache:
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Make row i a copy of what is row `rows[i]` now."""
+        if not self.mode.prefilling:
+            self.settle()
         for layer in self.layers.values():
             layer.select_rows(rows)
         if self.mode.confidence is not None:
@@ -116,11 +135,17 @@ class PolicyCache:
             self.mode.moods = [self.mode.moods[row] for row in rows] if self.mode.moods else []
 
     def crop(self, count: int) -> None:
-        """Forget the newest `count` tokens of every row and settle drafts."""
+        """Forget the newest `count` tokens of every row and settle drafts, also by crop(0).
+
+        Drafts that stay count, those that go never did.
+        """
         if self.mode.prefilling:
             raise InputError("crop() inside prefilling(): scores of what was fed cannot be taken back; end it first")
+        if any(layer.judges(count) for layer in self.layers.values()):
+            self.settle()
         for layer in self.layers.values():
-            layer.crop(count)
+            layer.forget(count)
+        self.settle()
         if self.mode.confidence is not None and count > 0:  # what comes next must not find confidence of what went
             kept = [row[: max(0, len(row) - count)] for row in self.mode.confidence]
             self.mode.fed -= count

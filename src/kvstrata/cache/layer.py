@@ -14,13 +14,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from kvstrata.cache.asking import Asking
 from kvstrata.cache.fed import Fed
-from kvstrata.cache.step import MOST_DRAFTS, Events, Mode, Pending, check_own, joined_queries, newest_queries
+from kvstrata.cache.model import NOTHING, Model
+from kvstrata.cache.step import MOST_DRAFTS, Events, Mode, Pending, check_own
 from kvstrata.cache.stored import attend_stored, mass_of
+from kvstrata.cache.waiting import drafted, joined
 from kvstrata.core import InputError, LayerShape, Phase, Plan, Signals, SpecError, Tier
 from kvstrata.kernels.attention import KernelName, Softmax
-from kvstrata.kernels.codec.rotation import Rotary
-from kvstrata.kernels.mass import ALL_ROWS
 from kvstrata.policy.policy import Policy, Rule
 from kvstrata.store import Account, Arenas, LayerStore
 
@@ -32,6 +33,7 @@ class Layer:
     """Keys and values of one layer under a policy. Rows of a batch may have different lengths."""
 
     _attention = staticmethod(attend_stored)
+    _asking = Asking
 
     def __init__(
         self,
@@ -43,7 +45,7 @@ class Layer:
         kernels: KernelName = "auto",
         mode: Mode | None = None,
         arenas: Arenas | None = None,
-        rotary: Rotary | None = None,
+        model: Model = NOTHING,
     ) -> None:
         self.index, self._depth, self._num_layers = index, depth, num_layers
         self._mode = mode or Mode()
@@ -53,7 +55,9 @@ class Layer:
         codings = policy.codings(index)
         self._codecs = {tier: coding.record for tier, coding in codings.items()}
         columns, per_head = policy.columns(index), policy.per_head(index)
-        self.store = LayerStore(index, columns, per_head, account, arenas, kernels, self._codecs, rotary)
+        self.store = LayerStore(index, columns, per_head, account, arenas, kernels, self._codecs, model.rotary)
+        band = policy.asks(index)
+        self.asking = None if band is None else self._asking(band, model, index, account)
         self._restart()
 
     def _restart(self) -> None:
@@ -68,6 +72,8 @@ class Layer:
     def reset(self) -> None:
         """Free everything and start the clock anew."""
         self.store.reset()
+        if self.asking:
+            self.asking.reset()
         self._restart()
 
     @property
@@ -120,7 +126,8 @@ class Layer:
         tokens = [queries] * batch if tokens is None else list(tokens)
         self.check(k, v)
         if not self._mode.prefilling:
-            self._accept()
+            self.accept()
+            self.settle()
         rule = self.rules[self._phase(queries)]
         if own is not None:
             check_own(self._mode, rule, self.rules.values())
@@ -159,60 +166,34 @@ class Layer:
         known: Tensor | None,
     ) -> Tensor:
         """Attend over what is stored, and settle or leave that for later."""
-        mode = self._mode
+        mode, queries = self._mode, q.shape[2]
         if mode.drafting and not mode.prefilling:
-            return self._draft(q, tokens, softmax, own, rule)
+            unjudged = self.rules["prefill"] if queries > PREFILL_ABOVE else None
+            draft = Pending(rule, self.step, queries, tokens, softmax=softmax, draft=True, unjudged=unjudged)
+            out = self._attention(self.store, q, tokens, softmax, None, own, known).out
+            self._pending = drafted(self.store, draft, q)
+            return out
         if rule is None:
-            return self._attention(self.store, q, tokens, softmax, None, own, known)[0]
+            return self._attention(self.store, q, tokens, softmax, None, own, known).out
         waits = mode.prefilling or rule.at_step_end
         limits = None if waits else self._due(rule, None)
-        reads = waits or limits is not None or bool(rule.scorer.columns)
+        reads = waits or limits is not None or rule.observes
         late = mode.prefilling and not rule.scorer.columns
         reduction = None if late or not reads else rule.scorer.mass
-        out, mass = self._attention(self.store, q, tokens, softmax, reduction, own, known)
-        this = Pending(rule, self.step, q.shape[2], tokens, mass, softmax)
+        done = self._attention(self.store, q, tokens, softmax, reduction, own, known)
+        this = Pending(rule, self.step, queries, tokens, done.mass, softmax)
+        if self.asking and rule.scorer.asks:
+            self.asking.take(q, tokens, done.lse)
+            if queries > PREFILL_ABOVE or self.asking.many:
+                self.asking.note(self.store, self.seen, softmax)
         if mode.prefilling:
-            self._join(this, q, rule)
+            self.observe(this, rule)
+            self._pending = joined(self._pending, this, q, rule)
         elif waits:
             self._pending = this
         elif reads:
             self._settle(this, rule, limits)
-        return out
-
-    def _join(self, this: Pending, q: Tensor, rule: Rule) -> None:
-        """Put off a part of a prompt and join it to the parts before: scores are summed now, or queries kept."""
-        if rule.scorer.columns:
-            self._observe(rule, self._signals(this, rule, None))
-            this.mass, this.observed = None, True
-        elif rule.scorer.mass:
-            this.queries = newest_queries(q, this.tokens, rule.scorer.mass.rows)
-        if before := self._pending:
-            this.columns += before.columns
-            this.tokens = [a + b for a, b in zip(before.tokens, this.tokens, strict=True)]
-            if rule.scorer.mass and this.queries:
-                rows = rule.scorer.mass.rows
-                this.queries = [joined_queries(*pair, rows) for pair in zip(before.queries, this.queries, strict=True)]
-        self._pending = this
-
-    def _draft(self, q: Tensor, tokens: list[int], softmax: Softmax, own: Tensor | None, rule: Rule | None) -> Tensor:
-        """Attend, and put everything else off until the verdict: mass is made of the queries that will be left then."""
-        out = self._attention(self.store, q, tokens, softmax, None, own)[0]
-        prompt = self.rules["prefill"] if q.shape[2] > PREFILL_ABOVE else None
-        this = Pending(rule, self.step, q.shape[2], tokens, softmax=softmax, draft=True, unjudged=prompt)
-        reductions = {r.scorer.mass for r in (rule, prompt) if r and r.scorer.mass}
-        every = any(reduction.rows == ALL_ROWS for reduction in reductions)
-        if len(reductions) == 1 and every and q.shape[2] > MOST_DRAFTS:  # no verdict reaches back beyond the newest
-            old = [
-                q[row, :, q.shape[2] - n : max(q.shape[2] - n, q.shape[2] - MOST_DRAFTS)]
-                for row, n in enumerate(tokens)
-            ]
-            this.mass = mass_of(self.store, old, softmax, *reductions, newer=MOST_DRAFTS)
-            this.queries = newest_queries(q, tokens, MOST_DRAFTS)
-        elif reductions:
-            rows = ALL_ROWS if every else MOST_DRAFTS + max(reduction.rows for reduction in reductions)
-            this.queries = newest_queries(q, tokens, rows)
-        self._pending = this
-        return out
+        return done.out
 
     def check(self, k: Tensor, v: Tensor) -> None:
         """Refuse what cannot be stored and budgets that cannot be met; k and v may be on the meta device."""
@@ -246,49 +227,58 @@ class Layer:
 
     # -- settling -----------------------------------------------------------------------------------------------
 
-    def end_prompt(self) -> None:
-        """Settle a prompt that was fed in parts: one step, whatever their number."""
-        self.settle()
-        self.step += 1
-
-    def _accept(self) -> None:
-        """Settle what waits, since the next forward is here. More tokens than drafts have were a prompt, unjudged."""
+    def accept(self) -> None:
+        """Take what waits for granted, since the next forward is here. More tokens than drafts have were a prompt."""
         pending = self._pending
-        if pending is None:
-            return
-        if pending.draft and pending.columns > PREFILL_ABOVE:
+        if pending is not None and pending.draft and pending.columns > PREFILL_ABOVE:
             pending.rule, self._mode.drafting = pending.unjudged, False
-        self.settle()
+
+    @property
+    def waits_for_others(self) -> bool:
+        """Whether what waits is decided over all layers at once."""
+        return self._pending is not None and self._pending.rule is not None and self._pending.rule.across
 
     @torch.no_grad()
     def settle(self) -> None:
         """Let the rule of the forward that waits act, with the confidence that its logits gave, if they came."""
+        if claim := self.claim():
+            forward, rule, sure = claim
+            self._settle(forward, rule, self._due(rule, sure))
+
+    def claim(self) -> tuple[Pending, Rule, list[float] | None] | None:
+        """Hand over the forward that waits, its rule and how sure the model was; None where nothing is to decide."""
         pending, self._pending = self._pending, None
         if pending is None or pending.rule is None:
-            return
+            return None
         rule = pending.rule
-        sure = self._mode.confidence_at(self.columns_fed) if rule.at_step_end else None
-        if sure is None and rule.at_step_end:
+        sure = self._mode.confidence_at(self.columns_fed) if rule.budget.needs else None
+        if sure is None and rule.budget.needs:
             self.events.no_logits += 1
-        limits = self._due(rule, sure)
-        if pending.queries and rule.scorer.mass and (limits or rule.scorer.columns):
-            assert pending.softmax is not None
-            late = mass_of(self.store, pending.queries, pending.softmax, rule.scorer.mass)
-            pending.mass = late if pending.mass is None else pending.mass[:, :, : late.shape[2]] + late
-        self._settle(pending, rule, limits)
+        if self.asking and pending.draft and rule.scorer.asks:
+            self.asking.add(pending.queries)
+        return pending, rule, sure
 
     def _due(self, rule: Rule, confidence: list[float] | None) -> list[tuple[int, ...]] | None:
         """Limits per row if something is over them after this forward, or would change tiers, else None."""
-        limits, heads = rule.limits(self.fed.real, confidence, self.shape), self.store.segment_heads
+        limits, heads = self.limits(rule, confidence), self.store.segment_heads
         over = any(
             sum(lengths) > sum(caps) * heads // len(caps)
-            if rule.granularity.heads == "pooled"
+            if rule.granularity.sums
             else any(n > caps[head % len(caps)] for head, n in enumerate(lengths))
             for lengths, caps in zip(self.store.lengths(), limits, strict=True)
         )
-        due = rule.trigger.due(over, None if self.acted is None else self.columns_fed - self.acted)
+        return limits if self.due(rule, over) else None
+
+    def limits(self, rule: Rule, confidence: list[float] | None) -> list[tuple[int, ...]]:
+        """Entries each row may keep now."""
+        return rule.limits(self.fed.real, confidence, self.shape)
+
+    def due(self, rule: Rule, over: bool) -> bool:
+        """Whether the rule is to act: over says that more is stored than allowed."""
+        if rule.trigger.due(over, None if self.acted is None else self.columns_fed - self.acted):
+            return True
         tiers = rule.tiers if self.trusted is not False else rule.tiers.uncoded()
-        return limits if due or tiers.due(self.store.exact_lengths(), self.store.exact_positions()) else None
+        return tiers.due(self.store.exact_lengths(), self.store.exact_positions())
 
     @property
     def shape(self) -> LayerShape:
@@ -298,22 +288,43 @@ class Layer:
 
     def _settle(self, forward: Pending, rule: Rule, limits: list[tuple[int, ...]] | None) -> None:
         """Let the scorer observe a forward, and where something is over its limit, plan."""
-        if limits is None and (forward.observed or not rule.scorer.columns):
-            return
-        signals = self._signals(forward, rule, limits)
-        if not forward.observed:
-            signals = self._observe(rule, signals)
-        if limits is None:
-            return
-        rule = self._guarded(rule)
-        plan = rule.plan(signals, limits, self.shape)
+        self.observe(forward, rule)
+        if limits is not None:
+            signals, rule = self.view(forward, rule, limits), self.guarded(rule)
+            self.act(rule, rule.plan(signals, limits, self.shape), limits)
+
+    def observe(self, forward: Pending, rule: Rule) -> None:
+        """Let the scorer keep something of a forward, once."""
+        if rule.observes and not forward.observed:
+            self._late_mass(forward, rule)
+            for name, value in rule.scorer.observe(self._signals(forward, rule, None)).items():
+                self.store.set_column(name, value)
+            forward.observed = True
+
+    def view(self, forward: Pending, rule: Rule, limits: list[tuple[int, ...]]) -> Signals:
+        """What the rule sees when it acts after a forward."""
+        self._late_mass(forward, rule)
+        if self.asking and rule.scorer.asks and forward.softmax:
+            self.asking.note(self.store, self.seen, forward.softmax)
+        return self._signals(forward, rule, limits)
+
+    def _late_mass(self, forward: Pending, rule: Rule) -> None:
+        """Sum what the queries that were kept gave, where that was put off."""
+        queries, forward.queries = forward.queries, []
+        if queries and rule.scorer.mass:
+            assert forward.softmax is not None
+            late = mass_of(self.store, queries, forward.softmax, rule.scorer.mass)
+            forward.mass = late if forward.mass is None else forward.mass[:, :, : late.shape[2]] + late
+
+    def act(self, rule: Rule, plan: Plan, limits: list[tuple[int, ...]]) -> None:
+        """Apply what was decided."""
         self.acted = self.columns_fed
         self.events.plans += 1
         self.events.overruns += rule.overruns(limits)
         self.events.nan_scores = self.events.nan_scores + plan.nan_scores
         self.events.evicted += self.store.apply(plan)
 
-    def _guarded(self, rule: Rule) -> Rule:
+    def guarded(self, rule: Rule) -> Rule:
         """The rule, without its codes where those would lose what keys say; found out once, before any are made."""
         if self.trusted is None and rule.tiers.coding:
             found = max(map(self.store.key_loss, self._codecs))
@@ -322,22 +333,13 @@ class Layer:
         return rule if self.trusted is not False else replace(rule, tiers=rule.tiers.uncoded())
 
     def _signals(self, forward: Pending, rule: Rule, limits: list[tuple[int, ...]] | None) -> Signals:
-        store, queries = self.store, tuple(forward.tokens)
+        store = self.store
         position, valid = store.column("position"), store.valid()
         columns = {column.name: store.column(column.name) for column in rule.scorer.columns}
         protected = rule.protected(position, valid, self.seen, limits) if limits else ~valid
         keys = store.keys() if limits and "keys" in rule.scorer.needs else None
-        seen = (self.index, forward.step, position, valid, protected, columns, queries, forward.mass, keys)
-        return Signals(*seen, store.tier(), store.dormant() if limits else None)
-
-    def _observe(self, rule: Rule, signals: Signals) -> Signals:
-        """Update the columns by a forward and return the signals with them."""
-        changed = rule.scorer.observe(signals)
-        for name, value in changed.items():
-            self.store.set_column(name, value)
-        if not changed:
-            return signals
-        return replace(signals, columns={name: self.store.column(name) for name in signals.columns})
+        seen = (self.index, forward.step, position, valid, protected, columns, tuple(forward.tokens), forward.mass)
+        return Signals(*seen, keys, store.tier(), store.dormant() if limits else None)
 
     # -- rows, masks and rollback -------------------------------------------------------------------------------
 
@@ -361,30 +363,27 @@ class Layer:
         """Make row i a copy of what is row `rows[i]` now (beams, repeats, selections)."""
         if self.store.is_empty:
             return
-        if not self._mode.prefilling:
-            self.settle()
-        elif pending := self._pending:
+        if pending := self._pending:  # parts of a prompt: all else was settled before
             pending.tokens = [pending.tokens[row] for row in rows]
             pending.queries = [pending.queries[row] for row in rows] if pending.queries else []
         self.store.select_rows(rows)
         self.fed.select_rows(rows)
+        if self.asking:
+            self.asking.select_rows(rows)
 
-    def crop(self, count: int) -> None:
-        """Forget the newest `count` tokens of every row. What a plan dropped earlier stays dropped.
+    def judges(self, count: int) -> bool:
+        """Whether a crop of `count` tokens leaves the forward that waits as it is, or judges what were no drafts."""
+        pending = self._pending
+        return count > 0 and pending is not None and (not pending.draft or MOST_DRAFTS < count < pending.columns)
 
-        Drafts are settled by it, also by crop(0): those that stay count, those that go never did.
-        """
-        if self.store.is_empty:
+    def forget(self, count: int) -> None:
+        """Forget the newest `count` tokens of every row. What a plan dropped earlier stays dropped."""
+        if self.store.is_empty or count <= 0:
             return
-        if count > 0:
-            pending = self._pending
-            if pending and (not pending.draft or MOST_DRAFTS < count < pending.columns):
-                self.settle()
-            self._forget(count)
-        self.settle()
-
-    def _forget(self, count: int) -> None:
-        if (pending := self._pending) and count >= pending.columns:
+        pending = self._pending
+        drafts = pending.tokens if pending else [0] * len(self.seen)  # whose queries nobody has taken yet
+        taken = [n - more for n, more in zip(self.seen, drafts, strict=True)]
+        if pending and count >= pending.columns:
             self._pending, self.step = None, pending.step
         elif pending:
             pending.columns -= count
@@ -394,6 +393,8 @@ class Layer:
                 q[:, : max(0, q.shape[1] - less)] for q, less in zip(pending.queries, gone, strict=False)
             ]
         self.fed.crop(count)
+        if self.asking:
+            self.asking.crop([max(0, n - left) for n, left in zip(taken, self.seen, strict=True)])
         self.acted = None if self.acted is None else min(self.acted, self.columns_fed)
         position, valid = self.store.column("position"), self.store.valid()
         end = torch.tensor(self.seen, device=position.device)[:, None, None]

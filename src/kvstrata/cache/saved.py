@@ -30,6 +30,8 @@ def take(cache: PolicyCache) -> snapshot.Saved:
         hidden = layer.fed.hidden_columns
         if hidden is not None:
             tensors[f"{number}.hidden"] = hidden
+        if layer.asking:
+            tensors |= {f"{number}.asking.{key}": value for key, value in layer.asking.tensors().items()}
         events = {**asdict(layer.events), "nan_scores": int(layer.events.nan_scores)}
         layers[str(number)] = {
             **{"store": about, "step": layer.step, "acted": layer.acted, "events": events, "trusted": layer.trusted},
@@ -64,6 +66,9 @@ def put(
 
 def _layer(layer: Layer, tensors: dict[str, Tensor], about: dict[str, Any], device: torch.device) -> None:
     hidden = tensors.pop("hidden", None)
+    asking = {key.removeprefix("asking."): tensors.pop(key) for key in [*tensors] if key.startswith("asking.")}
+    if layer.asking:
+        layer.asking.restore(asking, device)
     for columns, tokens in about["runs"]:
         layer.fed.add(columns, list(tokens))
     layer.fed.hidden_columns = hidden

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvstrata.cache.step import newest_queries
-from kvstrata.kernels.attention import Softmax, attend, attend_pages
+from kvstrata.kernels.attention import Attended, Softmax, attend, attend_pages
 from kvstrata.kernels.mass import Reduction, native, ref
 from kvstrata.store import Block, LayerStore
 
@@ -21,21 +21,22 @@ def attend_stored(
     reduction: Reduction | None,
     own: Tensor | None,
     known: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> Attended:
     """Return out [B, H*G, Q, Dv] and mass [B, H, N] of q [B, H*G, Q, D], whose own entries are the newest.
 
     Entries that the store has not written yet are written on the way. The last tokens[b] queries of each row are real;
     out is zero for the others. Mass is None without a reduction. `own` [B, Q, Q] bool replaces causality among the
-    queries' own entries. `known` is out where it was made already, so that mass alone is left to make.
+    queries' own entries. `known` is out where it was made already, so that mass alone is left to make. lse [B, H*G, Q]
+    is there where it costs nothing, as it does for prompts.
     """
     if known is not None and (own is None or reduction is None):
         store.flush()
         queries = newest_queries(q, tokens, reduction.rows) if reduction else []
-        return known, mass_of(store, queries, softmax, reduction) if reduction else None
+        return Attended(known, None, mass_of(store, queries, softmax, reduction) if reduction else None)
     split = len(set(tokens)) > 1 or tokens[0] < q.shape[2]
     fresh = store.take_unwritten()
     if store.paged and q.shape[2] <= MOST_ROWS and own is None:
-        return attend_pages(
+        out, mass = attend_pages(
             q,
             store.pages(),
             softmax=softmax,
@@ -45,6 +46,7 @@ def attend_stored(
             widths=store.widths,
             kernels=store.kernels,
         )
+        return Attended(out, None, mass)
     if fresh:
         store.write(*fresh)
     if fresh and not split and store.uniform and store.width == q.shape[2]:  # a prompt: no need to read it back
@@ -53,8 +55,7 @@ def attend_stored(
         blocks = list(store.blocks(split_rows=split))
     if len(blocks) == 1 and not split and blocks[0].slots is None:
         k, v = blocks[0].k, blocks[0].v
-        done = attend(q, k, v, softmax=softmax, reduction=reduction, own=own, kernels=store.kernels)
-        return done.out, done.mass
+        return attend(q, k, v, softmax=softmax, reduction=reduction, own=own, kernels=store.kernels)
     return _attend_blocks(store, blocks, q, tokens, softmax, reduction, own)
 
 
@@ -66,10 +67,11 @@ def _attend_blocks(
     softmax: Softmax,
     reduction: Reduction | None,
     own: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:
+) -> Attended:
     """The same, one rectangle after the other."""
     group = q.shape[1] // store.num_kv_heads
     out = q.new_zeros(*q.shape[:3], blocks[0].v.shape[-1])
+    lse: Tensor | None = torch.zeros(q.shape[:3], device=q.device)
     mass = _no_mass(store, q.device) if reduction else None
     for block in blocks:
         new = tokens[block.rows.start or 0]
@@ -80,9 +82,13 @@ def _attend_blocks(
         mine = None if own is None else own[block.rows, -new:, -new:]
         done = attend(part, block.k, block.v, softmax=of, reduction=reduction, own=mine, kernels=store.kernels)
         out[block.rows, heads, -new:] = done.out
+        if lse is None or done.lse is None:
+            lse = None
+        else:
+            lse[block.rows, heads, -new:] = done.lse
         if mass is not None and done.mass is not None:
             mass[block.rows, block.heads, block.places(block.k.shape[2])] = done.mass
-    return out, mass
+    return Attended(out, lse, mass)
 
 
 def mass_of(store: LayerStore, queries: list[Tensor], softmax: Softmax, reduction: Reduction, newer: int = 0) -> Tensor:
@@ -104,6 +110,23 @@ def mass_of(store: LayerStore, queries: list[Tensor], softmax: Softmax, reductio
         part = sums.column_mass(q, k, lse, scale=of.scale, softcap=of.softcap, reduction=reduction)
         mass[block.rows, block.heads, block.places(k.shape[2])] = part
     return mass
+
+
+def lse_of(store: LayerStore, queries: list[Tensor], softmax: Softmax) -> list[Tensor]:
+    """Log-sum-exp of the given queries, per row [H*G, R, D] -> [H*G, R], over what is stored; they are the newest."""
+    group = queries[0].shape[0] // store.num_kv_heads
+    lse = [torch.empty(q.shape[:2], device=q.device) for q in queries]
+    for block in store.blocks(split_rows=True):
+        row, heads = block.rows.start, slice(block.heads.start * group, block.heads.stop * group)
+        of, q = _of_heads(softmax, heads), queries[row][None, heads]
+        sums = native if store.kernels == "native" else ref
+        seen = min(q.shape[2], block.k.shape[2])  # a row may hold fewer entries than it has queries
+        part = sums.column_lse(
+            q[:, :, q.shape[2] - seen :], block.k, scale=of.scale, softcap=of.softcap, sinks=of.sinks
+        )
+        lse[row][heads, : q.shape[2] - seen] = -torch.inf
+        lse[row][heads, q.shape[2] - seen :] = part[0]
+    return lse
 
 
 def _no_mass(store: LayerStore, device: torch.device) -> Tensor:

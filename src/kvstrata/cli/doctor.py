@@ -46,7 +46,7 @@ def doctor(
 
 def _ids(tokenizer: PreTrainedTokenizerBase, tokens: int) -> Tensor:
     """Ids [1, tokens] of some text that is always at hand: this package's own."""
-    text = files("kvstrata").joinpath("policy/presets.py").read_text(encoding="utf-8")
+    text = files("kvstrata").joinpath("policy/spec.py").read_text(encoding="utf-8")
     ids = cast(Tensor, tokenizer(text, return_tensors="pt", verbose=False)["input_ids"])
     return ids.repeat(1, -(-tokens // ids.shape[1]))[:, :tokens]
 

@@ -24,7 +24,7 @@ from kvstrata.evaluate.task import Example
 from kvstrata.evaluate.tasks import TASKS
 from kvstrata.evaluate.turns import run_turns
 from kvstrata.hf import compress
-from kvstrata.hf.compat import kv_shape, not_compressed, stock_layers, text_config
+from kvstrata.hf.compat import kv_shape, not_compressed, query_group, stock_layers, text_config
 from kvstrata.hf.models import load_model
 from kvstrata.policy import Policy
 
@@ -58,7 +58,7 @@ class Worker:
         stock = stock_layers(config)
         skipped, found = not_compressed(config, stock), kv_shape(config)
         layers = tuple(i for i in range(len(stock)) if i not in skipped)
-        return found and KvShape(layers, *found, dtype=self.model.dtype)
+        return found and KvShape(layers, *found, self.model.dtype, query_group(config, found[0]))
 
     def policy(self, task: str, asked: Asked, part: list[Example]) -> Policy:
         """What was asked for, with the budget for these examples."""

@@ -12,7 +12,7 @@ from kvstrata.core import SpecError
 from kvstrata.hf import compat
 from kvstrata.hf.attention import attached
 from kvstrata.hf.cache import SignalLogits, StrataCache
-from kvstrata.hf.signals import logits_to
+from kvstrata.hf.signals import forwards_of
 from kvstrata.kernels.attention import KERNELS, KernelName
 from kvstrata.policy import Policy, parse_policy
 
@@ -38,7 +38,7 @@ def compress(
     compat.check_version()
     compat.check_model(model)
     cache = StrataCache(model, parse_policy(policy), kernels)
-    with attached(model), logits_to(cache, model):
+    with attached(model), forwards_of(cache, model):
         try:
             yield cache
         finally:

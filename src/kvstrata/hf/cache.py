@@ -14,11 +14,11 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvstrata.cache import Layer, PolicyCache, Report
 from kvstrata.cache.report import build_report
-from kvstrata.core import InputError, KvstrataError, UnsupportedModelError
+from kvstrata.core import InputError, KvstrataError, SpecError, UnsupportedModelError
 from kvstrata.hf import compat, files
 from kvstrata.hf.attention import Handoff
 from kvstrata.hf.files import fingerprint
-from kvstrata.hf.rotary import rotary_for
+from kvstrata.hf.parts import parts_for
 from kvstrata.kernels.attention import KernelName
 from kvstrata.policy.policy import Policy
 from kvstrata.store import Account, Bytes
@@ -116,7 +116,9 @@ class StrataCache(Cache):
         if not ours:
             kinds = ", ".join(sorted(set(self.passed_through.values())))
             raise UnsupportedModelError(f"{type(model).__name__} has no full-attention layer to compress, only {kinds}")
-        self.engine = PolicyCache(policy, ours, kernels, rotary_for(policy, model))
+        if policy.models and any(known != fingerprint(model) for known in policy.models):
+            raise SpecError("heads=FILE was calibrated on another model, or in another dtype: calibrate it on this one")
+        self.engine = PolicyCache(policy, ours, kernels, parts_for(policy, model, ours))
         if shape := compat.kv_shape(config):  # so that a budget that cannot be met is refused here already
             like = torch.empty(1, shape[0], 1, shape[1], dtype=model.dtype, device="meta")
             for layer in self.strata.values():

@@ -157,6 +157,11 @@ def kv_shape(config: PretrainedConfig) -> tuple[int, int] | None:
     return (heads, dim) if heads and dim else None
 
 
+def query_group(config: PretrainedConfig, num_kv_heads: int) -> int:
+    """Query heads per key-value head."""
+    return max(1, (option(config, "num_attention_heads") or num_kv_heads) // num_kv_heads)
+
+
 _KINDS = {
     "DynamicLayer": "",
     "DynamicSlidingWindowLayer": "sliding window",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -11,8 +12,7 @@ from transformers import PreTrainedModel
 
 from kvstrata.core import UnsupportedModelError
 from kvstrata.hf import compat
-from kvstrata.kernels.codec.rotation import Rotary
-from kvstrata.policy.policy import Policy
+from kvstrata.kernels.codec.rotation import PAIRS, Rotary
 
 FIXED = ("default", "linear", "llama3", "yarn")  # kinds whose angles do not depend on how long the text is
 
@@ -22,45 +22,63 @@ def rotary_of(model: PreTrainedModel) -> Rotary:
 
     Raises `UnsupportedModelError` with the reason where keys cannot be turned back by it.
     """
-    name = type(model).__name__
-
-    def refuse(reason: str) -> UnsupportedModelError:
-        return UnsupportedModelError(f"{name}: keys cannot be taken before rotary positions, since {reason}")
-
-    modules = [cast(Any, module) for module in model.modules() if hasattr(module, "inv_freq")]
-    if not modules:
-        raise refuse("it has no rotary positions that transformers knows")
-    module = modules[0]
-    frequencies = cast(Tensor, module.inv_freq).detach().float()
-    if any(not torch.equal(cast(Tensor, other.inv_freq).float(), frequencies) for other in modules):
-        raise refuse("its layers turn keys in different ways")
-    kind = getattr(module, "rope_type", "default")
+    module, name = _found(model, "keys cannot be taken before rotary positions")
+    kind = _kind(module, name)
     if kind not in FIXED:
-        raise refuse(f"its angles change with the length of the text ({kind})")
-    rotary = Rotary(frequencies, float(getattr(module, "attention_scaling", 1.0)))
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: keys cannot be taken before rotary positions, since its angles change with the "
+            f"length of the text ({kind})"
+        )
+    return _checked(model, module, name, "keys cannot be taken before rotary positions")
+
+
+def turn_of(model: PreTrainedModel) -> Callable[[Tensor, int], Tensor]:
+    """What moves queries or keys [..., D] of full-attention layers by some positions, with the angles of the moment.
+
+    Raises `UnsupportedModelError` with the reason where the model has no rotary positions, or others.
+    """
+    what = "the scorer echo moves queries by their rotary positions"
+    module, name = _found(model, what)
+    pairs = _checked(model, module, name, what).pairs
+
+    def turn(x: Tensor, by: int) -> Tensor:
+        return Rotary(cast(Tensor, getattr(module, name)).float(), 1.0, pairs).by(x, by)
+
+    return turn
+
+
+def _found(model: PreTrainedModel, what: str) -> tuple[Any, str]:
+    """The module with the angles of full-attention layers, and the name of its frequencies."""
+    names = ("full_attention_inv_freq", "inv_freq")
+    found = [(cast(Any, m), name) for m in model.modules() for name in names if hasattr(m, name)]
+    if not found:
+        raise UnsupportedModelError(f"{type(model).__name__}: {what}, but it has none that transformers knows")
+    first = cast(Tensor, getattr(*found[0]))
+    if any(not torch.equal(cast(Tensor, getattr(module, name)), first) for module, name in found):
+        raise UnsupportedModelError(f"{type(model).__name__}: {what}, but its layers turn keys in different ways")
+    return found[0]
+
+
+def _kind(module: Any, name: str) -> str:
+    kind = getattr(module, "rope_type", "default")
+    return kind.get(name.removesuffix("_inv_freq"), "default") if isinstance(kind, dict) else kind  # pyright: ignore
+
+
+def _checked(model: PreTrainedModel, module: Any, name: str, what: str) -> Rotary:
+    """Its rotary positions, in the form in which its own function turns keys."""
+    prefix = name.removesuffix("inv_freq")
+    scaling = getattr(module, f"{prefix}attention_scaling", getattr(module, "attention_scaling", 1.0))
+    frequencies = cast(Tensor, getattr(module, name)).detach().float()
     shape = compat.kv_shape(compat.text_config(model))
     dim = shape[1] if shape else 2 * len(frequencies)
-    if not _agrees(rotary, module, model, dim):
-        raise refuse("its own rotation is of another form")
-    return rotary
+    for pairs in PAIRS:
+        rotary = Rotary(frequencies, float(scaling), pairs)
+        if _agrees(rotary, module, model, dim, prefix.removesuffix("_")):
+            return rotary
+    raise UnsupportedModelError(f"{type(model).__name__}: {what}, but its own rotation is of another form")
 
 
-def rotary_for(policy: Policy, model: PreTrainedModel) -> Rotary | None:
-    """What a policy must know of a model's rotary positions: to code keys before them, and to judge what codes lose.
-
-    Raises `UnsupportedModelError` where it cannot do without.
-    """
-    if not policy.codes:
-        return None
-    try:
-        return rotary_of(model)
-    except UnsupportedModelError:
-        if "rotary" in policy.needs:
-            raise
-        return None
-
-
-def _agrees(rotary: Rotary, module: Any, model: PreTrainedModel, dim: int) -> bool:
+def _agrees(rotary: Rotary, module: Any, model: PreTrainedModel, dim: int, kind: str) -> bool:
     """Whether the model's own function turns keys as `rotary` does."""
     turn = next(
         (
@@ -74,7 +92,7 @@ def _agrees(rotary: Rotary, module: Any, model: PreTrainedModel, dim: int) -> bo
     draw = torch.Generator().manual_seed(0)
     k = torch.randn(1, 1, 4, dim, generator=draw).to(position.device)
     try:
-        cos, sin = module(k, position)
+        cos, sin = module(k, position, kind) if kind else module(k, position)
         part = k[..., : cos.shape[-1]]
         theirs = cast(Any, turn)(part, part, cos, sin)[1]
     except Exception:  # of another form, whatever it is

@@ -1,4 +1,4 @@
-"""What a cache learns of a forward beyond keys and values: the logits, from a hook on the model."""
+"""What a cache learns of a forward beyond keys and values: its beginning, its end and its logits, from hooks."""
 
 from __future__ import annotations
 
@@ -15,26 +15,42 @@ from kvstrata.hf.cache import StrataCache
 
 
 @contextmanager
-def logits_to(cache: StrataCache, model: PreTrainedModel) -> Generator[None]:
-    """Inside the block, end the step of `cache`, or of its forks, with the logits of the forward it was passed to.
+def forwards_of(cache: StrataCache, model: PreTrainedModel) -> Generator[None]:
+    """Inside the block, tell `cache` and its forks when a forward that they were passed to begins and ends.
 
-    Nothing is hooked where the policy reads no logits.
+    With its end come the logits. Nothing is hooked where the policy acts in every layer at once.
     """
-    if "logits" not in cache.policy.needs:
+    if not cache.policy.needs & {"logits", "end"}:
         yield
         return
 
     @compat.not_compiled
-    def end_step(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, StrataCache) and value.kin is cache.kin and (logits := _logits(output)) is not None:
-                value.engine.end_step(logits.detach())
+    def begin(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for found in _caches(args, kwargs):
+            found.engine.accept()
 
-    handle = model.register_forward_hook(end_step, with_kwargs=True)
+    @compat.not_compiled
+    def end(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        for found in _caches(args, kwargs):
+            if "logits" in found.policy.needs:
+                if (logits := _logits(output)) is not None:
+                    found.engine.end_step(logits.detach())
+            elif "processed-logits" not in found.policy.needs:
+                found.engine.end_forward()
+
+    def _caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[StrataCache]:
+        values = (*args, *kwargs.values())
+        return [value for value in values if isinstance(value, StrataCache) and value.kin is cache.kin]
+
+    handles = [
+        model.register_forward_pre_hook(begin, with_kwargs=True),
+        model.register_forward_hook(end, with_kwargs=True),
+    ]
     try:
         yield
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
 
 
 def _logits(output: Any) -> Tensor | None:

@@ -84,6 +84,8 @@ def read_together(
                 cache.layers[i] = copy.deepcopy(first.layers[i])
         if "logits" in cache.policy.needs:
             cache.engine.end_step(logits)
+        elif "end" in cache.policy.needs:
+            cache.engine.end_forward()
     return logits[:, -1]
 
 

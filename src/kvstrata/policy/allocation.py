@@ -36,6 +36,9 @@ class ByConfidence:
                 f"high={self.high} is more than low={self.low}: high is for confident steps, which need fewer tokens"
             )
 
+    even = True
+    threshold = None
+
     @property
     def needs(self) -> frozenset[str]:
         """Logits."""
@@ -86,6 +89,9 @@ class Falling:
             raise SpecError(f"beta={self.beta}: give a number above 0 and up to 1")
         if self.at_least < 1:
             raise SpecError(f"at_least={self.at_least}: keep at least one token")
+
+    even = False
+    threshold = None
 
     @property
     def needs(self) -> frozenset[str]:
@@ -146,6 +152,9 @@ class Pyramid:
     def __post_init__(self) -> None:
         if self.beta < 1 or self.own < 0:
             raise SpecError(f"beta={self.beta}, own={self.own}: give beta of 1 or more and own of 0 or more")
+
+    even = False
+    threshold = None
 
     @property
     def needs(self) -> frozenset[str]:

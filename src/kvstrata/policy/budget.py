@@ -30,6 +30,16 @@ class Budget(Protocol):
         """Limits that are known before any model is; whatever is protected must fit into each."""
         ...
 
+    @property
+    def even(self) -> bool:
+        """Whether it gives all layers and heads the same."""
+        ...
+
+    @property
+    def threshold(self) -> float | None:
+        """The score from which on an entry stays, in place of a limit; None where limits hold."""
+        ...
+
     def limits(self, seen: int, confidence: float, shape: LayerShape) -> tuple[int, ...]:
         """Entries that a layer may keep of a row that has seen `seen` real tokens: one number, or one per head."""
         ...
@@ -47,6 +57,7 @@ class _Flat:
     """A budget that is the same at every step and depth."""
 
     __slots__ = ()
+    even = True
 
     @property
     def needs(self) -> frozenset[str]:
@@ -62,6 +73,11 @@ class _Flat:
     def counts(self) -> tuple[int, ...]:
         """None known yet."""
         return ()
+
+    @property
+    def threshold(self) -> float | None:
+        """None."""
+        return None
 
     def around(self, mean: Budget) -> Budget:
         """The mean itself."""
@@ -99,6 +115,7 @@ class Tokens(_Flat):
 class HeadTokens(_Flat):
     """A number of tokens for every head, the same in each layer it is used in (one rule per layer for more)."""
 
+    even = False
     heads: tuple[int, ...]
 
     def __post_init__(self) -> None:
@@ -151,6 +168,8 @@ class Share(_Flat):
 class Everything(_Flat):
     """All tokens, whatever budget is asked for: of policies that only code."""
 
+    even = False
+
     def limits(self, seen: int, confidence: float, shape: LayerShape) -> tuple[int, ...]:
         """All that were seen."""
         return (max(1, seen),)
@@ -165,6 +184,30 @@ class Everything(_Flat):
 
     def __str__(self) -> str:
         return "all"
+
+
+@dataclass(frozen=True, slots=True)
+class Above(_Flat):
+    """Every entry whose score is `tau` or more, however many they are; each layer decides for itself."""
+
+    even = False
+    tau: float
+
+    @property
+    def threshold(self) -> float | None:
+        """tau."""
+        return self.tau
+
+    def limits(self, seen: int, confidence: float, shape: LayerShape) -> tuple[int, ...]:
+        """All that were seen: nothing but the score limits."""
+        return (max(1, seen),)
+
+    def scaled(self, factor: Fraction) -> Above:
+        """Itself: a score has no size."""
+        return self
+
+    def __str__(self) -> str:
+        return f"score >= {self.tau:g}"
 
 
 @dataclass(frozen=True, slots=True)

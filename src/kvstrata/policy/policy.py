@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvstrata.core import PHASES, Column, LayerShape, Phase, Plan, Signals, SpecError, Tier
+from kvstrata.kernels.echo import Band
 from kvstrata.policy.budget import Budget, Everything, HeadTokens
 from kvstrata.policy.confidence import Steady
 from kvstrata.policy.granularity import Token
@@ -17,6 +18,7 @@ from kvstrata.policy.protect import Protect
 from kvstrata.policy.scorers import Scorer
 from kvstrata.policy.scorers.recency import Recency
 from kvstrata.policy.select import select
+from kvstrata.policy.shares import ByHead, Shares
 from kvstrata.policy.tiering import ByAge, Coding, Native, Room, Tiering
 from kvstrata.policy.trigger import Every, OnOverflow
 
@@ -64,9 +66,19 @@ class Rule:
         return self.scorer.needs | self.budget.needs | own
 
     @property
+    def observes(self) -> bool:
+        """Whether its scorer keeps something of every forward; what was asked comes from elsewhere."""
+        return bool(self.scorer.columns) and not (self.scorer.asks and self.scorer.mass is None)
+
+    @property
+    def across(self) -> bool:
+        """Whether it chooses over all layers at once."""
+        return self.granularity.heads == "global"
+
+    @property
     def at_step_end(self) -> bool:
-        """Whether it can act only when the step's logits are there."""
-        return bool(self.budget.needs)
+        """Whether it can act only when the forward has ended: with the step's logits, or over all layers."""
+        return bool(self.budget.needs) or self.across
 
     def limits(self, seen: list[int], confidence: list[float] | None, shape: LayerShape) -> list[tuple[int, ...]]:
         """Entries each row may keep: one number per row, or one per head. Confidence counts as 0 where unknown."""
@@ -75,19 +87,32 @@ class Rule:
 
     def plan(self, signals: Signals, limits: list[tuple[int, ...]], shape: LayerShape) -> Plan:
         """Score, select and assign tiers. Pure; `signals.protected` must come from `protected`."""
+        z = self.score(signals)
+        if self.tiers.ranks:
+            return Plan(self.tiers.route(z, signals, self._room(limits, shape, z.device)), _nans(z, signals))
+        return self.plan_of(z, self._keep(z, signals, limits), signals)
+
+    def score(self, signals: Signals) -> Tensor:
+        """The worth of every entry, [B, 1, N] where heads must agree, else [B, H, N]."""
         z = self.scorer.score(signals)
         heads = signals.position.shape[1]
         if z.shape[1] > heads or (heads > 1 and self._heads_agree(signals.position)):
             z = z.mean(dim=1, keepdim=True)
-        if self.tiers.ranks:
-            return Plan(self.tiers.route(z, signals, self._room(limits, shape, z.device)), _nans(z, signals))
-        return Plan(self.tiers.assign(self._keep(z, signals, limits), signals), _nans(z, signals))
+        return z
+
+    def plan_of(self, z: Tensor, keep: Tensor, signals: Signals) -> Plan:
+        """The plan that keeps these entries [B, 1|H, N] bool of scores z."""
+        return Plan(self.tiers.assign(keep, signals), _nans(z, signals))
 
     def _keep(self, z: Tensor, signals: Signals, limits: list[tuple[int, ...]]) -> Tensor:
         """Which entries [B, 1|H, N] stay."""
         shape = signals.position.shape
         protected, valid = signals.protected.expand(shape), signals.valid.expand(shape)
-        pooled = self.granularity.heads == "pooled"
+        if self.budget.threshold is not None:  # NaN stays
+            one = torch.ones(shape[0], 1, dtype=torch.long, device=z.device)
+            best = select(z.expand(shape), signals.position, one, protected, valid)
+            return ((z >= self.budget.threshold) | z.isnan() | best) & valid
+        pooled = self.granularity.sums
         cap = torch.tensor(limits, device=z.device)
         if self.trigger.room > 1:  # only where more is stored than allowed: a row must not pay for its neighbour
             target = torch.tensor([[self.trigger.target(n) for n in caps] for caps in limits], device=z.device)
@@ -194,18 +219,31 @@ class Policy:
                 )
         return found
 
+    def asks(self, layer: int) -> Band | None:
+        """Who asks for entries of a layer. Raises `SpecError` where two rules differ in it."""
+        found = {rule.scorer.asks for rule in self.rules(layer).values() if rule and rule.scorer.asks}
+        if len(found) > 1:
+            raise SpecError(f"layer {layer}: prefill and decode ask in two ways: give both the same echo")
+        return found.pop() if found else None
+
     def per_head(self, layer: int) -> bool:
         """Whether heads of the layer may hold different tokens."""
         return any(rule.granularity.per_head for rule in self.rules(layer).values() if rule)
 
     @property
     def needs(self) -> frozenset[str]:
-        """Every optional signal that some rule of the policy reads."""
-        return frozenset().union(*(rule.needs for rule in self._every_rule()))
+        """Every optional signal that some rule of the policy reads; "end" where one acts on all layers at once."""
+        end = {"end"} if self.across else set[str]()
+        return frozenset(end).union(*(rule.needs for rule in self._every_rule()))
+
+    @property
+    def across(self) -> bool:
+        """Whether some rule chooses over all layers at once."""
+        return any(rule.across for rule in self._every_rule())
 
     @property
     def at_step_end(self) -> bool:
-        """Whether some rule can act only when the step's logits are there."""
+        """Whether some rule can act only when the forward has ended."""
         return any(rule.at_step_end for rule in self._every_rule())
 
     @property
@@ -251,8 +289,31 @@ class Policy:
         return self if sinks is None and recent is None else self.map_rules(change)
 
     def with_room(self, room: int) -> Policy:
-        """The same policy making room for `room` tokens whenever it acts."""
-        return self if room == 1 else self.map_rules(lambda rule: replace(rule, trigger=OnOverflow(room)))
+        """The same policy making room for `room` tokens whenever it acts in decoding."""
+        if room == 1:
+            return self
+        changed = (e.decode and replace(e.decode, trigger=OnOverflow(room)) for e in self.table)
+        return replace(self, table=tuple(replace(e, decode=rule) for e, rule in zip(self.table, changed, strict=True)))
+
+    def with_heads(self, shares: Shares) -> Policy:
+        """The same policy with its budget shared out over heads, each of which keeps its own tokens.
+
+        Raises `SpecError` where it has a budget of its own for every layer or head, or none that could be shared out.
+        """
+
+        def change(rule: Rule) -> Rule:
+            if not rule.budget.even or rule.tiers.ranks:
+                raise SpecError(
+                    f"policy {self.name!r} cannot have heads=FILE: its budget is not one number for all heads"
+                )
+            return replace(rule, budget=ByHead(rule.budget, shares), granularity=Token("each"))
+
+        return self.map_rules(change)
+
+    @property
+    def models(self) -> frozenset[str]:
+        """Fingerprints of the models that it was calibrated on."""
+        return frozenset(r.budget.shares.model for r in self._every_rule() if isinstance(r.budget, ByHead))
 
     def with_tiers(self, tiers: ByAge) -> Policy:
         """The same policy with entries in coded tiers; a phase that keeps everything does so in them."""

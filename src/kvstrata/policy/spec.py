@@ -1,7 +1,8 @@
 """Policies as text and as YAML files, both strict: an unknown key is an error that names the nearest valid one.
 
-Text: `h2o:budget=256,recent=64`. `codec=int8` (int4, int2, rot4, ...) codes what is older than the newest `exact=128`
-tokens, under any preset. A file holds either one preset,
+Text: `h2o:budget=256,recent=64`. Under any preset `codec=int8` (int4, int2, rot4, ...) codes what is older than the
+newest `exact=128` tokens, and `heads=FILE` shares the budget out over heads as a calibration found it. A file holds
+either one preset,
 
     policy: h2o
     budget: 25%
@@ -37,6 +38,7 @@ from kvstrata.policy.presets import PRESETS
 from kvstrata.policy.protect import Protect
 from kvstrata.policy.scorers import SCORERS, Scorer
 from kvstrata.policy.scorers.combine import Part
+from kvstrata.policy.shares import read_shares
 from kvstrata.policy.tiering import ByAge, Coding, Native
 from kvstrata.policy.trigger import OnOverflow
 from kvstrata.registry import unknown
@@ -111,14 +113,17 @@ def read_policy(path: Path) -> Policy:
 
 
 TIERING = ("codec", "exact", "group", "key_space")  # options of every preset and rule
+HEADS = "heads"  # of every preset that has no such option of its own: a file of kvstrata calibrate heads
 
 
 def _preset(name: str, options: Table) -> Policy:
     make, where = PRESETS[name], f"policy {name!r}"
     own = tuple(inspect.signature(make).parameters)
-    _only(options, (*own, *TIERING), where)
-    beside = {key: value for key, value in options.items() if key not in own}
+    _only(options, (*own, *TIERING, HEADS), where)
+    beside = {key: value for key, value in options.items() if key not in (*own, HEADS)}
     policy = _build(where, make, {key: value for key, value in options.items() if key in own})
+    if HEADS in options and HEADS not in own:
+        policy = policy.with_heads(read_shares(Path(str(options[HEADS]))))
     tiers = _tiers(beside, where)
     if isinstance(tiers, ByAge) and (policy.routes or policy.only_codes):
         raise SpecError(f"{where} codes in a way of its own: leave out codec=, or take another policy with it")

@@ -36,9 +36,9 @@ from kvstrata.kernels.pages import Pages
 class Attended:
     """What attention returns.
 
-    out [B, H*G, Q, Dv] in the dtype of q. lse [B, H*G, R] fp32, natural log, of the last R queries that `reduction`
-    asks for, attention sinks included. mass [B, H, N] fp32: what `reduction` makes of the softmax probabilities of
-    these queries. lse and mass are None without a reduction.
+    out [B, H*G, Q, Dv] in the dtype of q. lse [B, H*G, Q] fp32, natural log, attention sinks included; None where it
+    is not made on the way, as for single queries without a reduction. mass [B, H, N] fp32: what `reduction` makes of
+    the softmax probabilities of the queries that it asks for; None without one.
     """
 
     out: Tensor

@@ -36,4 +36,4 @@ def attend(
     rows = reduction.last(queries)
     tail, seen = q[:, :, -rows:], None if own is None else own[:, -rows:]
     lse = column_lse(tail, k, scale=scale, own=seen)
-    return out, lse, column_mass(tail, k, lse, scale=scale, reduction=reduction, own=seen)
+    return out, None, column_mass(tail, k, lse, scale=scale, reduction=reduction, own=seen)

@@ -50,13 +50,12 @@ def attend(
     if softmax.sinks is not None:
         out, lse = _with_sinks(out, lse, softmax.sinks)
     if reduction is None:
-        return out, None, None
+        return out, lse, None
     rows = reduction.last(q.shape[2])
-    lse = lse[:, :, -rows:]
     mass = column_mass(
         q[:, :, -rows:],
         k,
-        lse,
+        lse[:, :, -rows:],
         scale=softmax.scale,
         reduction=reduction,
         softcap=softmax.softcap,

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+Pairs = Literal["halves", "neighbours"]
+PAIRS: tuple[Pairs, ...] = ("halves", "neighbours")
 
 
 def hadamard(x: Tensor) -> Tensor:
@@ -29,13 +33,14 @@ def _matrix(size: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rotary:
-    """A model's rotary positions: angles position * frequencies [R/2] turn channel pairs (i, i + R/2) of the first R.
+    """A model's rotary positions: angles position * frequencies [R/2] turn pairs of the first R channels.
 
-    `scaling` multiplies both parts, as YaRN does.
+    pairs: "halves" (i, i + R/2), or "neighbours" (2i, 2i + 1). `scaling` multiplies both parts, as YaRN does.
     """
 
     frequencies: Tensor
     scaling: float = 1.0
+    pairs: Pairs = "halves"
 
     def on(self, x: Tensor, position: Tensor) -> Tensor:
         """x [..., D] fp32 at `position` [...], as attention reads it."""
@@ -45,8 +50,17 @@ class Rotary:
         """Undo `on`."""
         return self._turn(x, position, -1.0, 1.0 / self.scaling)
 
+    def by(self, x: Tensor, steps: int) -> Tensor:
+        """x [..., D] `steps` positions later, or earlier where that is negative."""
+        return self._turn(x.float(), torch.tensor(steps, device=x.device), 1.0, 1.0)
+
     def _turn(self, x: Tensor, position: Tensor, sign: float, scaling: float) -> Tensor:
         angle = position[..., None].float() * self.frequencies.to(x.device)
         cos, sin = angle.cos() * scaling, angle.sin() * (sign * scaling)
-        a, b = x[..., : 2 * angle.shape[-1]].chunk(2, dim=-1)
-        return torch.cat([a * cos - b * sin, b * cos + a * sin, x[..., 2 * angle.shape[-1] :]], dim=-1)
+        size = 2 * angle.shape[-1]
+        if self.pairs == "halves":
+            a, b = x[..., :size].chunk(2, dim=-1)
+            return torch.cat([a * cos - b * sin, b * cos + a * sin, x[..., size:]], dim=-1)
+        a, b = x[..., 0:size:2], x[..., 1:size:2]
+        turned = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
+        return torch.cat([turned, x[..., size:]], dim=-1)

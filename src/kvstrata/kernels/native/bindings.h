@@ -9,6 +9,7 @@ void bind_arena(nanobind::module_& m);
 void bind_attend(nanobind::module_& m);
 void bind_entries(nanobind::module_& m);
 void bind_codec(nanobind::module_& m);
+void bind_echo(nanobind::module_& m);
 void bind_mass(nanobind::module_& m);
 void bind_units(nanobind::module_& m);
 

@@ -7,6 +7,7 @@
 
 #include "arrays.h"
 #include "bindings.h"
+#include "dense.h"
 #include "dispatch.h"
 #include "pool.h"
 #include "thread_scratch.h"
@@ -40,57 +41,10 @@ const MassKernels& mass_kernels() {
   return portable::MASS_KERNELS;
 }
 
-DType dtype_of(const Array& array, const char* name) {
-  for (DType dtype : {DType::f32, DType::bf16, DType::f16}) {
-    if (array.scalar == scalar_of(dtype)) return dtype;
-  }
-  fail(std::string(name) + " must be float32, bfloat16 or float16, not " + array.describe());
-}
-
-// Queries and keys of all rows and heads, checked.
-struct Inputs {
-  Array q, k;
-  int64_t batch, heads;
-  Dense first;  // of row 0, head 0
-
-  Inputs(nb::handle q_object, nb::handle k_object, double scale, double softcap, int threads)
-      : q(view(q_object, "q")), k(view(k_object, "k")) {
-    const DType dtype = dtype_of(q, "q");
-    expect(q, "q", q.scalar, {-1, -1, -1, -1});
-    expect(k, "k", q.scalar, {q.shape[0], -1, -1, q.shape[3]});
-    expect_dense_rows(q, "q");
-    expect_dense_rows(k, "k");
-    batch = q.shape[0];
-    heads = k.shape[1];
-    const int64_t queries = q.shape[2], keys = k.shape[2], dim = q.shape[3];
-    if (q.size() == 0 || k.size() == 0) fail("q " + q.describe() + " or k " + k.describe() + " is empty");
-    if (q.shape[1] % heads) fail(q.describe() + " has no multiple of " + std::to_string(heads) + " query heads");
-    if (queries > keys) fail("queries are the last of the keys: " + q.describe() + " has more than " + k.describe());
-    if (dim > 4096 || q.shape[1] > 65536 || keys > (int64_t(1) << 31)) {
-      fail("q " + q.describe() + " or k " + k.describe() + " is too large");
-    }
-    if (!std::isfinite(scale)) fail("scale must be finite");
-    if (!(softcap >= 0) || std::isinf(softcap)) fail("softcap must be finite and not negative, 0 for none");
-    if (threads < 1 || threads > MAX_THREADS) fail("threads must be 1 to " + std::to_string(MAX_THREADS));
-    first = {dtype, int(dim), int(q.shape[1] / heads),
-             q.data, q.stride[1] * q.item, q.stride[2] * q.item, queries,
-             k.data, k.stride[2] * k.item, keys,
-             float(softcap > 0 ? scale / softcap : scale * LOG2_E), float(softcap * LOG2_E)};
-  }
-
-  // Of the n-th (row, head) in order.
-  Dense at(int64_t n) const {
-    Dense dense = first;
-    dense.q += (n / heads * q.stride[0] + n % heads * dense.group * q.stride[1]) * q.item;
-    dense.k += (n / heads * k.stride[0] + n % heads * k.stride[1]) * k.item;
-    return dense;
-  }
-};
-
 int64_t parts(int64_t n, int64_t size) { return (n + size - 1) / size; }
 
 // Natural log-sum-exp of the parts [ranges, n] of each row and of the sink of its head, or of the parts alone.
-void merge(const std::vector<float>& max, const std::vector<float>& sum, int64_t n, const Inputs& in,
+void merge(const std::vector<float>& max, const std::vector<float>& sum, int64_t n, const DenseInputs& in,
            const float* sinks, float* out) {
   for (int64_t i = 0; i < n; ++i) {
     const double sink = sinks ? LOG2_E * sinks[i / in.first.queries % in.q.shape[1]] : -INFINITY;
@@ -106,7 +60,8 @@ void merge(const std::vector<float>& max, const std::vector<float>& sum, int64_t
 
 void column_lse(nb::handle q, nb::handle k, nb::handle lse_out, double scale, double softcap, nb::handle sinks,
                 int threads) {
-  const Inputs in(q, k, scale, softcap, threads);
+  const DenseInputs in(q, k, scale, softcap, threads);
+  in.expect_causal();
   const Array out = view(lse_out, "lse_out");
   expect(out, "lse_out", Scalar::f32, {in.batch, in.q.shape[1], in.first.queries});
   expect_contiguous(out, "lse_out");
@@ -140,7 +95,8 @@ void column_lse(nb::handle q, nb::handle k, nb::handle lse_out, double scale, do
 
 void column_mass(nb::handle q, nb::handle k, nb::handle lse, nb::handle mass_out, double scale, double softcap,
                  double decay, bool counts, int threads) {
-  const Inputs in(q, k, scale, softcap, threads);
+  const DenseInputs in(q, k, scale, softcap, threads);
+  in.expect_causal();
   const int64_t segments = in.batch * in.heads, queries = in.first.queries, keys = in.first.keys;
   const Array given = view(lse, "lse"), out = view(mass_out, "mass_out");
   expect(given, "lse", Scalar::f32, {in.batch, in.q.shape[1], queries});

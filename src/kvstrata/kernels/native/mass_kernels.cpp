@@ -4,12 +4,12 @@
 // the other, and blocks of queries pass over them. What is made of a block of scores happens while it is in the cache.
 #include "mass.h"
 
+#include "rows.h"
 #include "simd.h"
 #include "softmax.h"
 
 namespace kvstrata::KVSTRATA_ISA {
 
-extern const Kernels KERNELS;
 extern const MassKernels MASS_KERNELS;
 
 namespace {
@@ -44,24 +44,12 @@ int64_t scratch_bytes(const Dense& dense) {
   return Scratch(&origin, dense).bytes;
 }
 
-// One row times a factor. Vectors of any width are loaded in steps of eight numbers, so what is over is copied first.
-void load_row(const char* from, const Dense& dense, float factor, float* to) {
-  const int whole = dense.dim / 8 * 8, over = dense.dim - whole, item = item_size(dense.dtype);
-  KERNELS.load(from, dense.dtype, whole, factor, to);
-  if (over == 0) return;
-  char rest[8 * sizeof(float)] = {};
-  float numbers[8];
-  std::memcpy(rest, from + whole * item, over * item);
-  KERNELS.load(rest, dense.dtype, 8, factor, numbers);
-  std::memcpy(to + whole, numbers, over * sizeof(float));
-}
-
 // n keys from `first` on, and zeros up to whole pages.
 void pack_keys(const Dense& dense, int64_t first, int64_t n, const Scratch& scratch) {
   for (int64_t t = 0; t < round_up(n, PAGE); ++t) {
     float* to = scratch.keys + t / TILE_KEYS * TILE_KEYS * dense.dim + t % TILE_KEYS;
     if (t < n) {
-      load_row(dense.k + (first + t) * dense.key_bytes, dense, 1.0f, scratch.row);
+      load_row(dense.k + (first + t) * dense.key_bytes, dense.dtype, dense.dim, 1.0f, scratch.row);
       for (int d = 0; d < dense.dim; ++d) to[d * TILE_KEYS] = scratch.row[d];
     } else {
       for (int d = 0; d < dense.dim; ++d) to[d * TILE_KEYS] = 0.0f;
@@ -73,7 +61,7 @@ void pack_keys(const Dense& dense, int64_t first, int64_t n, const Scratch& scra
 void load_queries(const Dense& dense, int64_t first, int64_t count, float* to) {
   for (int64_t i = 0; i < count; ++i) {
     for (int g = 0; g < dense.group; ++g, to += dense.dim) {
-      load_row(dense.q + g * dense.head_bytes + (first + i) * dense.query_bytes, dense, dense.factor, to);
+      load_row(dense.q + g * dense.head_bytes + (first + i) * dense.query_bytes, dense.dtype, dense.dim, dense.factor, to);
     }
   }
   const int64_t rows = count * dense.group;

@@ -44,6 +44,7 @@ NB_MODULE(_native, m) {
   bind_attend(m);
   bind_entries(m);
   bind_codec(m);
+  bind_echo(m);
   bind_mass(m);
   bind_units(m);
 }

@@ -8,6 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from kvstrata.core import Column, Signals
+from kvstrata.kernels.echo import Band
 from kvstrata.kernels.mass import Reduction
 from kvstrata.registry import Registry
 
@@ -15,8 +16,10 @@ from kvstrata.registry import Registry
 class Scorer(Protocol):
     """Ranks the entries of one layer.
 
-    needs: which optional fields of `Signals` it reads besides mass: "keys".
+    needs: which optional fields of `Signals` it reads besides mass: "keys"; and what it needs to know of the model:
+    "turn" (rotary positions), "outputs" (projections behind attention).
     mass: how the attention of a forward becomes `Signals.mass`; None where it reads none.
+    asks: who asks for an entry in a repetition of the context; the answers come in the column "asked". None: nobody.
     columns: state it keeps per entry; `observe` returns the new values after each forward, also when no plan is due.
     A scorer with columns reads mass in `observe` only, one without in `score`.
     """
@@ -29,6 +32,11 @@ class Scorer(Protocol):
     @property
     def mass(self) -> Reduction | None:
         """How attention is summed."""
+        ...
+
+    @property
+    def asks(self) -> Band | None:
+        """Who asks for entries."""
         ...
 
     @property
@@ -61,6 +69,11 @@ class Stateless:
         return None
 
     @property
+    def asks(self) -> Band | None:
+        """Who asks for entries: nobody."""
+        return None
+
+    @property
     def columns(self) -> tuple[Column, ...]:
         """State per entry: none."""
         return ()
@@ -72,6 +85,6 @@ class Stateless:
 
 SCORERS: Registry[type] = Registry("scorer")
 
-from kvstrata.policy.scorers import attention, combine, keys, recency  # noqa: E402  (they register themselves above)
+from kvstrata.policy.scorers import attention, combine, keys, recency, repeat  # noqa: E402  (they register themselves above)
 
-__all__ = ["SCORERS", "Scorer", "Stateless", "attention", "combine", "keys", "recency"]
+__all__ = ["SCORERS", "Scorer", "Stateless", "attention", "combine", "keys", "recency", "repeat"]

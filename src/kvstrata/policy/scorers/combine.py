@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvstrata.core import Column, Signals, SpecError
+from kvstrata.kernels.echo import Band
 from kvstrata.kernels.mass import Reduction
 from kvstrata.policy.scorers import SCORERS, Scorer
 
@@ -36,6 +37,8 @@ class Mix:
             raise SpecError("mix needs at least one part")
         if len({part.scorer.mass for part in self.parts if part.scorer.mass}) > 1:
             raise SpecError("the parts of a mix must sum attention in the same way: give at most one such scorer")
+        if len({part.scorer.asks for part in self.parts if part.scorer.asks}) > 1:
+            raise SpecError("the parts of a mix must ask in the same way: give at most one echo")
 
     @property
     def needs(self) -> frozenset[str]:
@@ -46,6 +49,11 @@ class Mix:
     def mass(self) -> Reduction | None:
         """How the parts that read attention sum it."""
         return next((part.scorer.mass for part in self.parts if part.scorer.mass), None)
+
+    @property
+    def asks(self) -> Band | None:
+        """Who asks for entries, if a part says so."""
+        return next((part.scorer.asks for part in self.parts if part.scorer.asks), None)
 
     @property
     def columns(self) -> tuple[Column, ...]:

@@ -1,0 +1,49 @@
+"""Layers that settle a forward together, since their entries compete with one another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kvstrata.cache.layer import Layer
+from kvstrata.policy.across import select_across
+from kvstrata.policy.policy import Rule
+
+Limits = list[tuple[int, ...]]  # per row, one or one per head
+
+
+@torch.no_grad()
+def settle_across(layers: Sequence[Layer]) -> None:
+    """Let layers whose forward waits for the others act, all of them if one row is over what all may hold."""
+    claims = [claim for layer in layers if (claim := layer.claim())]
+    rules = [rule for _, rule, _ in claims]
+    limits = [layer.limits(rule, sure) for layer, (_, rule, sure) in zip(layers, claims, strict=True)]
+    over = _over(layers, limits)
+    due = any(layer.due(rule, any(over)) for layer, rule in zip(layers, rules, strict=True))
+    for layer, (forward, rule, _) in zip(layers, claims, strict=True):
+        layer.observe(forward, rule)
+    if not due:
+        return
+    signals = [layer.view(claim[0], claim[1], caps) for layer, claim, caps in zip(layers, claims, limits, strict=True)]
+    rules = [layer.guarded(rule) for layer, rule in zip(layers, rules, strict=True)]
+    scores = [rule.score(view) for rule, view in zip(rules, signals, strict=True)]
+    targets = [_with_room(*pair, over) for pair in zip(rules, limits, strict=True)]
+    keeps = select_across(scores, signals, targets)
+    for layer, rule, z, keep, view, caps in zip(layers, rules, scores, keeps, signals, limits, strict=True):
+        layer.act(rule, rule.plan_of(z, keep, view), caps)
+
+
+def _over(layers: Sequence[Layer], limits: Sequence[Limits]) -> list[bool]:
+    """Which rows hold more in these layers than all of them together may."""
+    found: list[bool] = []
+    for row in range(len(limits[0])):
+        stored = sum(sum(layer.store.lengths()[row]) for layer in layers)
+        shares = [(caps[row], layer.store.segment_heads) for layer, caps in zip(layers, limits, strict=True)]
+        found.append(stored > sum(sum(caps) * heads // len(caps) for caps, heads in shares))
+    return found
+
+
+def _with_room(rule: Rule, limits: Limits, over: list[bool]) -> Limits:
+    """Limits that leave room, in rows that are over theirs: a row must not pay for its neighbour."""
+    return [tuple(map(rule.trigger.target, caps)) if full else caps for caps, full in zip(limits, over, strict=True)]

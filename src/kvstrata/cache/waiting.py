@@ -1,0 +1,46 @@
+"""Forwards that are put off: parts of a prompt, and drafts."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kvstrata.cache.step import MOST_DRAFTS, Pending, joined_queries, newest_queries
+from kvstrata.cache.stored import mass_of
+from kvstrata.kernels.mass import ALL_ROWS
+from kvstrata.policy.policy import Rule
+from kvstrata.store import LayerStore
+
+
+def joined(before: Pending | None, this: Pending, q: Tensor, rule: Rule) -> Pending:
+    """A part of a prompt with the parts before; what its queries q [B, H*G, Q, D] gave is summed at the end.
+
+    Scorers with columns have observed this part already.
+    """
+    if rule.scorer.columns:
+        this.mass, this.observed = None, True
+    elif rule.scorer.mass:
+        this.queries = newest_queries(q, this.tokens, rule.scorer.mass.rows)
+    if before:
+        this.columns += before.columns
+        this.tokens = [a + b for a, b in zip(before.tokens, this.tokens, strict=True)]
+        if rule.scorer.mass and this.queries:
+            rows = rule.scorer.mass.rows
+            this.queries = [joined_queries(*pair, rows) for pair in zip(before.queries, this.queries, strict=True)]
+    return this
+
+
+def drafted(store: LayerStore, this: Pending, q: Tensor) -> Pending:
+    """Keep of q [B, H*G, Q, D] what the verdict will leave: mass is made of the queries that remain then."""
+    rules = [rule for rule in (this.rule, this.unjudged) if rule]
+    reductions = {rule.scorer.mass for rule in rules if rule.scorer.mass}
+    every = any(reduction.rows == ALL_ROWS for reduction in reductions)
+    asks, queries = any(rule.scorer.asks for rule in rules), q.shape[2]
+    if len(reductions) == 1 and every and not asks and queries > MOST_DRAFTS:  # no verdict reaches back further
+        assert this.softmax is not None
+        old = [q[row, :, queries - n : max(queries - n, queries - MOST_DRAFTS)] for row, n in enumerate(this.tokens)]
+        this.mass = mass_of(store, old, this.softmax, *reductions, newer=MOST_DRAFTS)
+        this.queries = newest_queries(q, this.tokens, MOST_DRAFTS)
+    elif reductions or asks:
+        rows = ALL_ROWS if every or asks else MOST_DRAFTS + max(reduction.rows for reduction in reductions)
+        this.queries = newest_queries(q, this.tokens, rows)
+    return this

@@ -1,0 +1,99 @@
+"""What each head keeps where all heads of all layers share one budget: a measure of which heads need their entries."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from kvstrata.core import InputError
+from kvstrata.files import whole
+from kvstrata.hf import StrataCache, compress
+from kvstrata.hf.files import fingerprint
+from kvstrata.hf.together import read_together
+from kvstrata.policy import Policy, parse_policy
+from kvstrata.policy.budget import Share
+from kvstrata.policy.shares import FORMAT
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """Of one share kept over all heads: that of each layer and head [L][H], and the lowest score that was kept."""
+
+    kept: list[list[float]]
+    tau: float
+
+
+def policy_for(scorer: str, share: Fraction) -> Policy:
+    """The scorer's preset at a share of all tokens. Raises `InputError` where its heads do not share one budget."""
+    policy = parse_policy(scorer)
+    if not policy.across:
+        raise InputError(f"scorer {scorer!r} gives every head the same: take one whose heads share a budget, as echo")
+    return policy.with_budget(Share(share))
+
+
+@torch.no_grad()
+def calibrate_heads(
+    model: PreTrainedModel,
+    scorer: str,
+    documents: Sequence[Sequence[int]],
+    levels: Sequence[Fraction],
+    tick: Callable[[], object] = lambda: None,
+) -> dict[Fraction, Level]:
+    """Read each document under the scorer's preset, once for all levels, and average what its heads keep."""
+    policies = {level: policy_for(scorer, level) for level in sorted(levels)}
+    kept: dict[Fraction, list[list[list[float]]]] = {level: [] for level in policies}
+    lowest: dict[Fraction, list[float]] = {level: [] for level in policies}
+    for ids in documents:
+        with ExitStack() as stack:
+            caches = {level: stack.enter_context(compress(model, policy)) for level, policy in policies.items()}
+            read_together(model, list(caches.values()), torch.tensor(ids, device=model.device)[None])
+            for level, cache in caches.items():
+                lengths = [layer.store.lengths()[0] for layer in cache.strata.values()]
+                kept[level].append([[n / len(ids) for n in layer] for layer in lengths])
+                lowest[level].append(_lowest(cache, len(ids)))
+        tick()
+    return {level: Level(_averaged(kept[level]), mean(lowest[level])) for level in policies}
+
+
+def _lowest(cache: StrataCache, seen: int) -> float:
+    """The lowest score of an entry that its score alone kept."""
+    found = float("inf")
+    for layer in cache.strata.values():
+        rule = layer.rules["prefill"]
+        assert rule is not None
+        position, valid = layer.store.column("position"), layer.store.valid()
+        scores = {column.name: layer.store.column(column.name) for column in rule.scorer.columns}
+        free = valid & ~rule.protected(position, valid, [seen], layer.limits(rule, None))
+        if bool(free.any()):
+            found = min(found, float(scores["asked"][free].log().min()))
+    return found
+
+
+def _averaged(documents: Sequence[list[list[float]]]) -> list[list[float]]:
+    table = torch.tensor(documents, dtype=torch.float64).mean(dim=0)
+    return [[round(share, 6) for share in layer] for layer in table.tolist()]
+
+
+def write_heads(
+    path: Path, model: PreTrainedModel, scorer: str, texts: Mapping[str, str], found: Mapping[Fraction, Level]
+) -> None:
+    """Write a file for `heads=FILE`, with the names and contents of the texts it was found on."""
+    data: dict[str, Any] = {
+        "format": FORMAT,
+        "model": fingerprint(model),
+        "scorer": scorer,
+        "data": [{"name": name, "sha256": hashlib.sha256(text.encode()).hexdigest()} for name, text in texts.items()],
+        "levels": {f"{float(share):g}": {"kept": level.kept, "tau": level.tau} for share, level in found.items()},
+    }
+    with whole(path) as scratch:
+        scratch.write_text(json.dumps(data, indent=1))

@@ -1,0 +1,29 @@
+"""The banded repeat by the compiled module."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvstrata.kernels import dispatch
+from kvstrata.kernels.attention.ref import Softmax
+from kvstrata.kernels.echo.ref import Band
+
+
+def echo(q: Tensor, k: Tensor, base: Tensor, *, before: int, band: Band, softmax: Softmax, skip: int = 0) -> Tensor:
+    """See `kernels.echo`."""
+    best = torch.empty(*q.shape[:2], k.shape[2], dtype=torch.float32)
+    dispatch.native_module().echo(
+        q,
+        k,
+        base.contiguous(),
+        best,
+        softmax.scale,
+        low=band.low,
+        high=band.high,
+        before=before,
+        skip=skip,
+        softcap=softmax.softcap or 0.0,
+        threads=torch.get_num_threads(),
+    )
+    return best

@@ -1,0 +1,76 @@
+// The banded repeat, for Python.
+#include "echo.h"
+
+#include <algorithm>
+
+#include "bindings.h"
+#include "dense.h"
+#include "dispatch.h"
+#include "pool.h"
+#include "thread_scratch.h"
+
+namespace kvstrata {
+
+namespace portable {
+extern const EchoKernels ECHO_KERNELS;
+}
+namespace avx2 {
+extern const EchoKernels ECHO_KERNELS;
+}
+namespace avx512 {
+extern const EchoKernels ECHO_KERNELS;
+}
+
+namespace {
+
+const EchoKernels& echo_kernels() {
+  const std::string name = isa();
+#if defined(KVSTRATA_HAS_AVX512)
+  if (name == "avx512") return avx512::ECHO_KERNELS;
+#endif
+#if defined(KVSTRATA_HAS_AVX2)
+  if (name == "avx2") return avx2::ECHO_KERNELS;
+#endif
+  return portable::ECHO_KERNELS;
+}
+
+void echo(nb::handle q, nb::handle k, nb::handle base, nb::handle best_out, double scale, int64_t low, int64_t high,
+          int64_t before, int64_t skip, double softcap, int threads) {
+  const DenseInputs in(q, k, scale, softcap, threads);
+  const int64_t queries = in.first.queries, keys = in.first.keys, group = in.first.group;
+  const Array given = view(base, "base"), out = view(best_out, "best_out");
+  expect(given, "base", Scalar::f32, {in.batch, in.q.shape[1], queries});
+  expect_contiguous(given, "base");
+  expect(out, "best_out", Scalar::f32, {in.batch, in.q.shape[1], keys});
+  expect_contiguous(out, "best_out");
+  if (low > high || high - low >= ECHO_WIDTH || std::abs(low) > keys + queries + ECHO_WIDTH) {
+    fail("low to high must be 1 to " + std::to_string(ECHO_WIDTH) + " offsets within the keys");
+  }
+  if (before < 0 || before > keys || skip < 0 || skip > keys) fail("before and skip must be 0 to the number of keys");
+  const EchoKernels& kernels = echo_kernels();
+  nb::gil_scoped_release without_gil;
+
+  const auto of = [&](int64_t segment) {
+    const float* rest = given.as<float>() + segment * group * queries;
+    return Echo{in.at(segment), rest, before, int(low), int(high - low + 1), skip};
+  };
+  const int64_t segments = in.batch * in.heads, items = segments * ((keys + ECHO_KEYS - 1) / ECHO_KEYS);
+  const ThreadScratch scratch(kernels.scratch_bytes(of(0)), std::min<int64_t>(threads, items));
+  parallel(threads, items, [&](int64_t item, int thread) {
+    const int64_t segment = item % segments, start = item / segments * ECHO_KEYS;
+    kernels.echo(of(segment), start, std::min(keys, start + ECHO_KEYS), out.as<float>() + segment * group * keys,
+                 scratch.of(thread));
+  });
+}
+
+}  // namespace
+
+void bind_echo(nb::module_& m) {
+  using namespace nb::literals;
+  m.def("echo", &echo, "q"_a, "k"_a, "base"_a, "best_out"_a, "scale"_a, nb::kw_only(), "low"_a, "high"_a, "before"_a,
+        "skip"_a = 0, "softcap"_a = 0.0, "threads"_a = 1,
+        "The largest log-probability that R queries q [B, H*G, R, D], beside base [B, H*G, R], give each of the keys "
+        "k [B, H, S, D] at offsets low .. high from their own, to best_out [B, H*G, S].");
+}
+
+}  // namespace kvstrata

@@ -1,0 +1,27 @@
+// The banded repeat, as kernels/echo/ref.py words it. Nothing here knows Python.
+#pragma once
+
+#include "mass.h"
+
+namespace kvstrata {
+
+// `dense` has the queries and keys of one key-value head, here without causality: query r sees keys
+// before + r + low .. before + r + low + width - 1, as far as they are from `skip` on.
+struct Echo {
+  Dense dense;
+  const float* base;  // [group, queries], natural
+  int64_t before;
+  int low, width;
+  int64_t skip;
+};
+
+struct EchoKernels {
+  int64_t (*scratch_bytes)(const Echo& echo);  // 64-byte aligned
+  // The largest log-probability of keys first .. last-1, at most ECHO_KEYS, to best[g * keys + first ..]; natural.
+  void (*echo)(const Echo& echo, int64_t first, int64_t last, float* best, char* scratch);
+};
+
+constexpr int64_t ECHO_KEYS = 256;
+constexpr int ECHO_WIDTH = 64;  // offsets of the widest band
+
+}  // namespace kvstrata

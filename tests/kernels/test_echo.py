@@ -1,0 +1,150 @@
+"""The banded repeat, every implementation against a plain loop in float64."""
+
+from __future__ import annotations
+
+import math
+import os
+
+import pytest
+import torch
+
+from kvstrata.kernels.attention import Softmax
+from kvstrata.kernels.echo import Band, echo
+
+try:
+    from kvstrata import _native
+except ImportError:
+    _native = None
+
+# batch, heads, group, rows, keys, before, dim, (low, high), skip
+CASES = [
+    (1, 1, 1, 1, 1, 0, 8, (0, 0), 0),
+    (2, 2, 3, 40, 40, 0, 16, (-4, 4), 4),
+    (1, 3, 3, 700, 700, 0, 64, (-4, 4), 4),
+    (1, 2, 1, 20, 33, 9, 80, (-4, 4), 0),  # keys before the first query
+    (1, 1, 2, 12, 6, 4, 13, (-1, 2), 0),  # queries without keys
+    (2, 1, 7, 5, 300, 295, 128, (0, 1), 0),  # keys without queries
+    (1, 1, 2, 30, 30, 0, 20, (1, 20), 3),
+    (1, 1, 1, 300, 300, 0, 256, (-31, 31), 0),
+]
+cases = pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(map(str, c)).replace(" ", ""))
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+KERNELS = ["reference", *([] if _native is None else _native.isas())]
+
+
+@pytest.fixture(params=KERNELS)
+def kernels(request):
+    if request.param == "reference":
+        yield "reference"
+        return
+    before = _native.isa()
+    _native._force_isa(request.param)
+    yield "native"
+    _native._force_isa(before)
+
+
+def made(case, dtype=torch.float32):
+    batch, heads, group, rows, keys, before, dim, (low, high), skip = case
+    q = 2 * torch.randn(batch, heads * group, rows, dim)
+    k, base = torch.randn(batch, heads, keys, dim), torch.randn(batch, heads * group, rows)
+    return q.to(dtype), k.to(dtype), base, {"before": before, "band": Band(low, high), "skip": skip}
+
+
+def truth(q, k, base, before, band, skip, scale, softcap=None):
+    group, keys = q.shape[1] // k.shape[1], k.shape[2]
+    best = torch.full((*q.shape[:2], keys), -math.inf, dtype=torch.float64)
+    for r in range(q.shape[2]):
+        seen = [c for c in range(r + before + band.low, r + before + band.high + 1) if skip <= c < keys]
+        if not seen:
+            continue
+        s = scale * torch.einsum(
+            "bhd,bhnd->bhn", q[:, :, r].double(), k.double().repeat_interleave(group, 1)[:, :, seen]
+        )
+        if softcap:
+            s = softcap * (s / softcap).tanh()
+        s -= torch.logaddexp(s.logsumexp(-1), base[:, :, r].double())[..., None]
+        best[:, :, seen] = torch.maximum(best[:, :, seen], s)
+    return best
+
+
+def agree(got, true, limit=2e-5):
+    assert got.dtype == torch.float32
+    assert torch.equal(got.isinf(), true.isinf())
+    assert (got.double() - true).nan_to_num(nan=0.0).abs().max() <= limit
+
+
+@dtypes
+@cases
+def test_every_implementation_agrees_with_a_plain_loop(kernels, case, dtype):
+    q, k, base, options = made(case, dtype)
+    got = echo(q, k, base, softmax=Softmax(0.3), kernels=kernels, **options)
+    agree(got, truth(q, k, base, scale=0.3, **options))
+
+
+def test_softcap(kernels):
+    q, k, base, options = made(CASES[1])
+    got = echo(q, k, base, softmax=Softmax(0.3, softcap=2.0), kernels=kernels, **options)
+    agree(got, truth(q, k, base, scale=0.3, softcap=2.0, **options))
+
+
+def test_a_query_whose_rest_is_nothing_shares_all_among_its_band(kernels):
+    q, k, base, options = made(CASES[1])
+    base[:] = -math.inf
+    got = echo(q, k, base, softmax=Softmax(0.3), kernels=kernels, **options)
+    agree(got, truth(q, k, base, scale=0.3, **options))
+
+
+def test_strided_inputs(kernels):
+    q, k, base, options = made(CASES[1])
+    strided = q.transpose(1, 2).contiguous().transpose(1, 2), k.transpose(1, 2).contiguous().transpose(1, 2)
+    agree(
+        echo(*strided, base, softmax=Softmax(0.3), kernels=kernels, **options), truth(q, k, base, scale=0.3, **options)
+    )
+
+
+def test_a_nan_key_spoils_no_other_than_its_neighbours(kernels):
+    q, k, base, options = made(CASES[1])
+    clean = echo(q, k, base, softmax=Softmax(0.3), kernels=kernels, **options)
+    k[:, :, 20] = math.nan
+    got = echo(q, k, base, softmax=Softmax(0.3), kernels=kernels, **options)
+    far = [c for c in range(40) if abs(c - 20) > 8]
+    assert torch.equal(got[..., far], clean[..., far])
+
+
+@pytest.mark.skipif(_native is None, reason="no native kernels")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"low": 3, "high": 2}, "low to high"),
+        ({"low": 0, "high": 64}, "low to high"),
+        ({"low": -(10**12), "high": -(10**12)}, "low to high"),
+        ({"before": -1}, "before"),
+        ({"skip": 41}, "skip"),
+        ({"threads": 0}, "threads"),
+        ({"softcap": -1.0}, "softcap"),
+        ({"base": torch.zeros(2, 6, 39)}, "base"),
+        ({"best_out": torch.zeros(2, 6, 40, dtype=torch.float64)}, "best_out"),
+        ({"k": torch.zeros(2, 4, 40, 16)}, "multiple"),
+        ({"q": torch.zeros(2, 6, 0, 16), "base": torch.zeros(2, 6, 0)}, "empty"),
+    ],
+    ids=str,
+)
+def test_bad_calls_raise(change, message):
+    q, k, base, _ = made(CASES[1])
+    call = {"q": q, "k": k, "base": base, "best_out": torch.zeros(2, 6, 40), "scale": 1.0, "low": -4, "high": 4}
+    with pytest.raises(ValueError, match=message):
+        _native.echo(**{**call, "before": 0, **change})
+
+
+@pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available(), reason="no Triton here"
+)
+@pytest.mark.parametrize(
+    ("case", "dtype"), [(CASES[i], torch.float32) for i in (0, 1, 4)] + [(CASES[3], torch.bfloat16)], ids=str
+)
+def test_triton(case, dtype):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    q, k, base, options = made(case, dtype)
+    on = (tensor.to(device) for tensor in (q, k, base))
+    got = echo(*on, softmax=Softmax(0.3), kernels="triton", **options)
+    agree(got.cpu(), truth(q, k, base, scale=0.3, **options))
