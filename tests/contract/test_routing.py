@@ -1,6 +1,7 @@
 """QEvict through a model: bytes at every step, windows that come and go whole, what it is without its coded tier."""
 
 import copy
+from itertools import pairwise
 
 import pytest
 import torch
@@ -64,6 +65,20 @@ def test_windows_come_and_go_whole():
             local = cache.strata[layer].seen[0] - 5 - 16 - 8 - 7  # what is surely outside the newest tokens
             numbers = [p // 8 for p in kept if p // 8 * 8 + 8 <= local]
             assert all(numbers.count(n) == 8 for n in set(numbers))
+
+
+@torch.no_grad()
+def test_scores_of_routing_steps_alone_change_at_those_alone():
+    sums = []
+    for cache in walk("qevict:budget=30%,score=routing-only", prompt(330), 300):
+        layer = cache.strata[1]
+        total = layer.store.column("mass")[layer.store.valid()].sum()
+        sums.append((layer.acted == layer.columns_fed, float(total), sum(map(sum, layer.store.lengths()))))
+    for (_, before, held), (acted, after, now) in pairwise(sums):
+        assert acted or (after == pytest.approx(before) and now == held + 1)
+    assert sum(acted for acted, *_ in sums) == 1 + 30 // 8
+    plain = [cache.strata[1].store.column("mass").sum() for cache in walk("qevict:budget=30%", prompt(330), 300)]
+    assert float(plain[5] - plain[0]) == pytest.approx(5, abs=0.1), "every query gives one"
 
 
 def test_without_the_coded_tier_it_is_eviction_of_windows():

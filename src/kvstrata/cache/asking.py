@@ -154,8 +154,9 @@ class Asking:
         outputs = self._model.outputs.get(self._layer)
         if outputs is not None:
             heads = slice(stretch.heads.start * found.shape[2], stretch.heads.stop * found.shape[2])
-            turn = outputs[heads].unflatten(0, found.shape[1:3]).transpose(-1, -2)
-            found *= torch.linalg.vector_norm(stretch.v.float()[:, :, None] @ turn, dim=-1)
+            turn = outputs[heads].unflatten(0, found.shape[1:3]).flatten(1, 2).transpose(-1, -2)  # [h, Dv, G*Dv]
+            parts = (stretch.v.float() @ turn).unflatten(-1, (found.shape[2], -1))  # [b, h, S, G, Dv]
+            found *= torch.linalg.vector_norm(parts, dim=-1).transpose(2, 3)
         return found.amax(dim=2)
 
     # -- rows and rollback --------------------------------------------------------------------------------------
@@ -198,8 +199,9 @@ def _rest(q: Tensor, lse: Tensor, sinks: Tensor, turned: Tensor, first: int, sof
     scores = q.unflatten(1, (heads, -1)).float() @ both[:, :, None].transpose(-1, -2) * softmax.scale
     if softmax.softcap is not None:
         scores = scores.div_(softmax.softcap).tanh_().mul_(softmax.softcap)
-    own, later = scores.flatten(1, 2).split(count, dim=-1)
-    position = torch.arange(first, first + q.shape[2], device=q.device)
-    hidden = torch.arange(count, device=q.device) > position[:, None]
-    taken = (own - lse[..., None]).exp().masked_fill(hidden, 0.0).sum(dim=-1)
-    return torch.logaddexp(lse + (1 - taken).clamp_min(LEAST_REST).log(), later.logsumexp(dim=-1))
+    p = (scores.flatten(1, 2) - lse[..., None]).exp_()  # of what the query saw itself
+    own, later = p.split(count, dim=-1)
+    if first < count:  # the first queries see no later sinks
+        position = torch.arange(first, first + q.shape[2], device=q.device)
+        own = own.masked_fill(torch.arange(count, device=q.device) > position[:, None], 0.0)
+    return lse + ((1 - own.sum(dim=-1)).clamp_min_(LEAST_REST) + later.sum(dim=-1)).log_()

@@ -177,7 +177,7 @@ class Layer:
             return self._attention(self.store, q, tokens, softmax, None, own, known).out
         waits = mode.prefilling or rule.at_step_end
         limits = None if waits else self._due(rule, None)
-        reads = waits or limits is not None or rule.observes
+        reads = waits or limits is not None or (rule.observes and not rule.sampled)
         late = mode.prefilling and not rule.scorer.columns
         reduction = None if late or not reads else rule.scorer.mass
         done = self._attention(self.store, q, tokens, softmax, reduction, own, known)
@@ -288,7 +288,8 @@ class Layer:
 
     def _settle(self, forward: Pending, rule: Rule, limits: list[tuple[int, ...]] | None) -> None:
         """Let the scorer observe a forward, and where something is over its limit, plan."""
-        self.observe(forward, rule)
+        if limits is not None or not rule.sampled:
+            self.observe(forward, rule)
         if limits is not None:
             signals, rule = self.view(forward, rule, limits), self.guarded(rule)
             self.act(rule, rule.plan(signals, limits, self.shape), limits)
@@ -386,12 +387,7 @@ class Layer:
         if pending and count >= pending.columns:
             self._pending, self.step = None, pending.step
         elif pending:
-            pending.columns -= count
-            gone = [min(count, n) for n in pending.tokens]
-            pending.tokens = [n - less for n, less in zip(pending.tokens, gone, strict=True)]
-            pending.queries = [
-                q[:, : max(0, q.shape[1] - less)] for q, less in zip(pending.queries, gone, strict=False)
-            ]
+            pending.shorten(count)
         self.fed.crop(count)
         if self.asking:
             self.asking.crop([max(0, n - left) for n, left in zip(taken, self.seen, strict=True)])

@@ -87,6 +87,13 @@ class Pending:
     draft: bool = False
     unjudged: Rule | None = None  # the rule of a draft that turns out to be a prompt
 
+    def shorten(self, count: int) -> None:
+        """Leave out its newest `count` columns."""
+        self.columns -= count
+        gone = [min(count, n) for n in self.tokens]
+        self.tokens = [n - less for n, less in zip(self.tokens, gone, strict=True)]
+        self.queries = [q[:, : max(0, q.shape[1] - less)] for q, less in zip(self.queries, gone, strict=False)]
+
 
 def newest_queries(q: Tensor, tokens: list[int], rows: int) -> list[Tensor]:
     """The newest `rows` real queries of every row of q [B, H*G, Q, D], or all, as tensors of their own."""

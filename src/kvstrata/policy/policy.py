@@ -33,6 +33,7 @@ class Rule:
     tiers: Tiering = Native()
     trigger: OnOverflow | Every = OnOverflow()
     protect: Protect = Protect()
+    sampled: bool = False  # whether its scorer looks only at forwards after which the rule acts
 
     def __post_init__(self) -> None:
         if isinstance(self.budget, HeadTokens) and not self.granularity.per_head:

@@ -33,7 +33,10 @@ void load_padded(const char* from, const Echo& echo, float factor, float* to) {
   }
 }
 
-// Scores s[o] = q . key of number `at` + o; ones that are not there are -inf, also up to ECHO_WIDTH.
+// Scores that are kept of a query: whole vectors, and whole steps.
+int held(const Echo& echo) { return int(round_up(echo.width, LANES < AT_ONCE ? AT_ONCE : LANES)); }
+
+// Scores s[o] = q . key of number `at` + o; ones that are not there are -inf, also up to `held`.
 void score(const Echo& echo, const float* q, const float* keys, int64_t at, float* s) {
   const int64_t size = row_size(echo);
   for (int o = 0; o < echo.width; o += AT_ONCE) {
@@ -44,7 +47,7 @@ void score(const Echo& echo, const float* q, const float* keys, int64_t at, floa
     }
     reduce<AT_ONCE>(sum, s + o);
   }
-  for (int o = 0; o < ECHO_WIDTH; ++o) {
+  for (int o = 0; o < held(echo); ++o) {
     const bool there = o < echo.width && at + o >= echo.skip && at + o < echo.dense.keys;
     if (!there) {
       s[o] = -__builtin_inff();
@@ -54,13 +57,13 @@ void score(const Echo& echo, const float* q, const float* keys, int64_t at, floa
   }
 }
 
-// log2-sum-exp2 of `rest` and all scores; NaN where one of them is.
-float log_sum(float rest, const float* s) {
+// log2-sum-exp2 of `rest` and n scores; NaN where one of them is.
+float log_sum(float rest, const float* s, int n) {
   float top = rest;
-  for (int o = 0; o < ECHO_WIDTH; ++o) top = most(top, s[o]);
+  for (int o = 0; o < n; ++o) top = most(top, s[o]);
   if (top == -__builtin_inff()) return top;
   Vec total = set(0.0f);
-  for (int o = 0; o < ECHO_WIDTH; o += LANES) total = total + exp2(load(s + o) - set(top));
+  for (int o = 0; o < n; o += LANES) total = total + exp2(load(s + o) - set(top));
   return top + std::log2(reduce_add(total) + exp2(rest - top));
 }
 
@@ -83,7 +86,7 @@ void echo(const Echo& echo, int64_t first, int64_t last, float* best, char* scra
       alignas(64) float s[ECHO_WIDTH];
       load_padded(dense.q + g * dense.head_bytes + r * dense.query_bytes, echo, dense.factor, q);
       score(echo, q, keys + (at - from) * size, at, s);
-      const float sum = log_sum(echo.base[g * dense.queries + r] * LOG2_E, s);
+      const float sum = log_sum(echo.base[g * dense.queries + r] * LOG2_E, s, held(echo));
       if (sum == -__builtin_inff()) continue;
       for (int o = 0; o < echo.width; ++o) {
         const int64_t c = at + o;

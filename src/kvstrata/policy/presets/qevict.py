@@ -31,6 +31,7 @@ def qevict(
     keys: KeySpace = "post",
     decay: float = 1.0,
     per_query: bool = False,
+    score: Literal["every-step", "routing-only"] = "every-step",
     margin: float = 0.0,
     admit: bool = False,
     heads: Literal["shared", "each"] = "shared",
@@ -41,11 +42,13 @@ def qevict(
 
     Window, interval, five sinks and the newest 32 tokens as published; `split`, the coded part of what windows may
     take, is not. A window is coded once; what is coded or asleep is charged. `window` tokens share a grid of keys.
+    score="routing-only" adds up the attention of those steps alone after which windows move, as the authors do.
     """
     group = min(window, 64) if code in ("int4", "int2") else 64
     tiers = Recoverable(Coding(code, group, keys, ledger=True), split, window, every, margin, admit)
     scorer = AccumulatedMass(decay, per_query)
-    rule = Rule(scorer, budget, Token(heads), tiers, Every(every), Protect(FIVE_SINKS, half(32)))
+    sampled = score == "routing-only"
+    rule = Rule(scorer, budget, Token(heads), tiers, Every(every), Protect(FIVE_SINKS, half(32)), sampled)
     return both("qevict", rule, 1, sinks, recent)
 
 
