@@ -9,11 +9,11 @@ import pytest
 
 from kvstrata.core import InputError, SpecError
 from kvstrata.evaluate import TASKS, Settings
-from kvstrata.evaluate.framing import encode, frame_of, pieces
 from kvstrata.evaluate.task import choose
 from kvstrata.evaluate.tasks.ruler import MAKERS, SPLITS
 from kvstrata.evaluate.texts import novel, sentences
 from kvstrata.evaluate.words import ADJECTIVES, NOUNS
+from kvstrata.hf.framing import encode, frame_of, pieces
 
 from .conftest import byte_tokenizer
 

@@ -48,7 +48,7 @@ class Layer:
         model: Model = NOTHING,
     ) -> None:
         self.index, self._depth, self._num_layers = index, depth, num_layers
-        self._mode = mode or Mode()
+        self._mode, self._model = mode or Mode(), model
         self.fed = Fed()
         self._mode.clocks.append(self.fed)
         self.rules = policy.rules(index)
@@ -67,6 +67,7 @@ class Layer:
         self._pending: Pending | None = None
         self.acted: int | None = None  # columns fed when a rule last acted
         self._like: LayerShape | None = None  # of the keys stored
+        self.hidden: Tensor | None = None  # [B, Q, hidden] of the forward that begins, where the policy reads it
         self.trusted: bool | None = None  # whether codes are good enough here; None: not looked yet
 
     def reset(self) -> None:
@@ -133,7 +134,9 @@ class Layer:
             check_own(self._mode, rule, self.rules.values())
         if past is not None:
             self._hide(past)
-        self.store.stage(k, v, tokens, self.seen or [0] * batch, self.step)
+        said = self._model.said(rule, self.index, self.hidden, queries)
+        self.store.stage(k, v, tokens, self.seen or [0] * batch, self.step, said)
+        self.hidden = None
         if self.store.kernels == "exact":  # which sums in order of position, as an uncompressed cache does
             self.store.flush()
             self.store.sort()

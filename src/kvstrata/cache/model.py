@@ -7,7 +7,11 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from kvstrata.core import UnsupportedModelError
 from kvstrata.kernels.codec.rotation import Rotary
+from kvstrata.policy.policy import Rule
+from kvstrata.policy.scorers.learned import WORTH
+from kvstrata.policy.surrogate import SurrogateModel
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -16,12 +20,24 @@ class Model:
 
     rotary: positions that do not depend on the length of the text. turn: x [..., D] and how many positions later it
     stands -> x turned, by whatever positions the model has now. outputs: of every layer [H*G, Dv, Dv] fp32, such that
-    the norm of outputs[g] @ v is that of what head g's part of the output projection makes of v.
+    the norm of outputs[g] @ v is that of what head g's part of the output projection makes of v. surrogates: by file.
     """
 
     rotary: Rotary | None = None
     turn: Callable[[Tensor, int], Tensor] | None = None
     outputs: Mapping[int, Tensor] = field(default_factory=dict[int, Tensor])
+    surrogates: Mapping[str, SurrogateModel] = field(default_factory=dict[str, SurrogateModel])
+
+    def said(self, rule: Rule | None, layer: int, hidden: Tensor | None, queries: int) -> Mapping[str, Tensor]:
+        """What a surrogate says of a forward's entries, if the rule asks it, as a column [B, H, Q].
+
+        Raises `UnsupportedModelError` where the forward's hidden states [B, Q, hidden] did not come.
+        """
+        if rule is None or not rule.scorer.surrogate:
+            return {}
+        if hidden is None or hidden.shape[1] != queries:
+            raise UnsupportedModelError("this model calls attention without its hidden states, which kvzap reads")
+        return {WORTH.name: self.surrogates[rule.scorer.surrogate](layer, hidden)}
 
 
 NOTHING = Model()

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from kvstrata.core import InputError
 from kvstrata.files import whole
 from kvstrata.hf import StrataCache, compress
-from kvstrata.hf.files import fingerprint
+from kvstrata.hf.files import identity
 from kvstrata.hf.together import read_together
 from kvstrata.policy import Policy, parse_policy
 from kvstrata.policy.budget import Share
@@ -90,7 +90,7 @@ def write_heads(
     """Write a file for `heads=FILE`, with the names and contents of the texts it was found on."""
     data: dict[str, Any] = {
         "format": FORMAT,
-        "model": fingerprint(model),
+        "model": identity(model),
         "scorer": scorer,
         "data": [{"name": name, "sha256": hashlib.sha256(text.encode()).hexdigest()} for name, text in texts.items()],
         "levels": {f"{float(share):g}": {"kept": level.kept, "tau": level.tau} for share, level in found.items()},

@@ -6,20 +6,25 @@ import json
 from dataclasses import asdict
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
+from transformers import PreTrainedTokenizerBase
 
 from kvstrata.calibrate.corpus import training_texts
 from kvstrata.calibrate.heads import calibrate_heads, policy_for, write_heads
+from kvstrata.calibrate.kvzap import collect, train
 from kvstrata.calibrate.tau import calibrate_tau, check_rate
 from kvstrata.cli.tables import progress_bar
 from kvstrata.core import InputError
-from kvstrata.evaluate.framing import encode
-from kvstrata.evaluate.texts import read_text, stretches
+from kvstrata.evaluate.texts import digest, read_text, stretches
+from kvstrata.files import whole
+from kvstrata.hf.files import identity
+from kvstrata.hf.framing import encode
 from kvstrata.hf.models import load_model
 from kvstrata.policy.budget import Share, parse_budget
+from kvstrata.policy.surrogate import write_surrogate
 
 app = typer.Typer(help="Find the numbers of a policy on a model and a text.", no_args_is_help=True)
 
@@ -76,12 +81,9 @@ def heads(
     shares = [_share(part) for part in levels.split(",")]
     for share in shares:
         policy_for(scorer, share)
-    texts = {file.name: read_text(file) for file in text or []} | (training_texts(data) if data else {})
-    if not texts:
-        raise InputError("nothing to read: give --text FILE, or --data DIR with the files of docs/data.md")
+    texts = _texts(text, data)
     loaded, tokenizer = load_model(model, dtype, device, Console(stderr=True))
-    fix = "give fewer --documents, a smaller --length, or a longer --text"
-    parts = [part for whole in texts.values() for part in stretches(encode(tokenizer, whole), documents, length, fix)]
+    parts = _stretches(texts, tokenizer, documents, length)
     with progress_bar() as progress:
         task = progress.add_task("reading", total=len(parts))
         found = calibrate_heads(loaded, scorer, parts, shares, lambda: progress.advance(task))
@@ -93,6 +95,72 @@ def heads(
         flat = sorted(kept for layer in level.kept for kept in layer)
         print(f"{float(share):.0%} kept: heads keep {flat[0]:.1%} to {flat[-1]:.1%}; scores from {level.tau:.3g} on")
     print(f"use it as --policy {scorer.partition(':')[0]}-head:budget=25%,heads={out}, or under any other policy")
+
+
+@app.command()
+def kvzap(
+    out: Annotated[Path, typer.Option(help="Folder for the surrogate; pairs go into its subfolder pairs.")],
+    kind: Annotated[Literal["linear", "mlp"], typer.Option(help="A linear map or an MLP per layer.")] = "mlp",
+    text: Annotated[list[Path] | None, typer.Option(help="A text file; may be given several times.")] = None,
+    data: Annotated[Path | None, typer.Option(help="Folder of docs/data.md: read its training side.")] = None,
+    model: Annotated[str | None, typer.Option(help="Hub id or folder; default: the demo model, SmolLM2-135M.")] = None,
+    documents: Annotated[int, typer.Option(min=1, help="Stretches of each text.")] = 10,
+    length: Annotated[int, typer.Option(min=64, help="Tokens of a stretch.")] = 1000,
+    per_document: Annotated[int, typer.Option(min=1, help="Tokens of each stretch that are kept.")] = 500,
+    seed: Annotated[int, typer.Option(help="Of draws and of training.")] = 0,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...")] = "cpu",
+    as_json: Annotated[bool, typer.Option("--json", help="Print how well it fits as JSON.")] = False,
+) -> None:
+    """Train KVzap's surrogate on KVzip+ scores; a run that was stopped goes on where it was."""
+    texts = _texts(text, data)
+    loaded, tokenizer = load_model(model, dtype, device, Console(stderr=True))
+    parts = _stretches(texts, tokenizer, documents, length)
+    about = {
+        "model": identity(loaded),
+        "data": [{"name": name, "sha256": digest(content)} for name, content in texts.items()],
+        "collected": {"documents": documents, "length": length, "per_document": per_document, "seed": seed},
+    }
+    folder = out / "pairs"
+    _same_pairs(folder / "about.json", about)
+    with progress_bar() as progress:
+        task = progress.add_task("collecting", total=len(parts))
+        files = collect(loaded, tokenizer, parts, folder, per_document, seed, lambda: progress.advance(task))
+        task = progress.add_task("training", total=loaded.config.num_hidden_layers)
+        weights, fit = train(files, kind, seed, lambda: progress.advance(task))
+    more = {**about, "thresholds": fit.thresholds, "r2": fit.r2, "auc": fit.auc}
+    write_surrogate(out, [[w.half() for w in layer] for layer in weights], more)
+    if as_json:
+        print(json.dumps(asdict(fit)))
+        return
+    means = [sum(layer) / len(layer) for layer in fit.r2]
+    print(f"R^2 {sum(means) / len(means):.3f} over layers, {min(means):.3f} to {max(means):.3f}; AUC {fit.auc:.3f}")
+    print(
+        "thresholds: " + ", ".join(f"{float(share):.0%} removed under {tau}" for share, tau in fit.thresholds.items())
+    )
+    print(f"use it as --policy kvzap:file={out},tau={fit.thresholds['0.75']}, or with budget=25%")
+
+
+def _same_pairs(file: Path, about: dict[str, object]) -> None:
+    """Raise `InputError` where pairs were collected there in another way; else note how."""
+    if file.is_file() and json.loads(file.read_text()) != about:
+        raise InputError(f"{file.parent} holds pairs of another model, text or size: give another --out, or delete it")
+    with whole(file) as scratch:
+        scratch.write_text(json.dumps(about))
+
+
+def _texts(text: list[Path] | None, data: Path | None) -> dict[str, str]:
+    texts = {file.name: read_text(file) for file in text or []} | (training_texts(data) if data else {})
+    if not texts:
+        raise InputError("nothing to read: give --text FILE, or --data DIR with the files of docs/data.md")
+    return texts
+
+
+def _stretches(
+    texts: dict[str, str], tokenizer: PreTrainedTokenizerBase, documents: int, length: int
+) -> list[list[int]]:
+    fix = "give fewer --documents, a smaller --length, or a longer --text"
+    return [part for text in texts.values() for part in stretches(encode(tokenizer, text), documents, length, fix)]
 
 
 def _share(text: str) -> Fraction:

@@ -17,9 +17,9 @@ from kvstrata.core import InputError
 from kvstrata.diagnose import measure, plots
 from kvstrata.diagnose.confidence import own_words
 from kvstrata.diagnose.drift import Band
-from kvstrata.evaluate.framing import encode
 from kvstrata.evaluate.texts import digest, haystack, stretches
 from kvstrata.files import whole
+from kvstrata.hf.framing import encode
 from kvstrata.hf.models import load_model
 from kvstrata.policy import parse_policy
 from kvstrata.policy.spec import split_specs

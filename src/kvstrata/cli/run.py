@@ -196,7 +196,7 @@ def _generate(
     torch.manual_seed(seed)
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
     restart_process_peak()
-    with compress(model, policy) as cache:
+    with compress(model, policy, tokenizer=tokenizer) as cache:
         meter = _Meter(tokenizer, cache, plain=not console.is_terminal and not as_json)
         options: dict[str, Any] = {
             "attention_mask": torch.ones_like(ids),

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -74,9 +74,9 @@ class Worker:
         part = self.examples(unit.source)[unit.first : unit.last]
         policies = {asked: self.policy(unit.source, asked, part) for asked in unit.asked}
         with ExitStack() as stack:
-            kernels = cast(Any, self.job.kernels)
+            options: dict[str, Any] = {"kernels": self.job.kernels, "tokenizer": self.tokenizer}
             caches = {
-                asked.label: stack.enter_context(compress(self.model, policy, kernels=kernels))
+                asked.label: stack.enter_context(compress(self.model, policy, **options))
                 for asked, policy in policies.items()
             }
             found = self._run(unit, source.kind, caches, part, source.new_tokens)

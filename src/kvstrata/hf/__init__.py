@@ -6,13 +6,14 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvstrata.core import SpecError
 from kvstrata.hf import compat
 from kvstrata.hf.attention import attached
 from kvstrata.hf.cache import SignalLogits, StrataCache
-from kvstrata.hf.signals import forwards_of
+from kvstrata.hf.repeat import request_of
+from kvstrata.hf.signals import forwards_of, hidden_to
 from kvstrata.kernels.attention import KERNELS, KernelName
 from kvstrata.policy import Policy, parse_policy
 
@@ -21,7 +22,11 @@ __all__ = ["SignalLogits", "StrataCache", "compress"]
 
 @contextmanager
 def compress(
-    model: PreTrainedModel, policy: Policy | str | Path, *, kernels: KernelName = "auto"
+    model: PreTrainedModel,
+    policy: Policy | str | Path,
+    *,
+    kernels: KernelName = "auto",
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Generator[StrataCache]:
     """Open a cache that holds the keys and values of `model` under `policy`.
 
@@ -30,6 +35,7 @@ def compress(
     read. `policy`: the text of a preset ("h2o:budget=25%"), a Policy, or the path of a YAML file. `kernels`: "auto"
     takes "native" ones on a CPU where they were built and "reference", torch alone, elsewhere; "triton" asks for those
     on a GPU; "exact" runs torch's sdpa exactly as transformers would, to prove that a full budget changes nothing.
+    `tokenizer` is needed by policies that have the model repeat its prompt (kvzip), and read by no other.
 
     Raises `SpecError` for a policy that cannot work and `UnsupportedModelError` for a model that cannot.
     """
@@ -37,8 +43,13 @@ def compress(
         raise SpecError(f"kernels={kernels!r}: choose one of {', '.join(KERNELS)}")
     compat.check_version()
     compat.check_model(model)
-    cache = StrataCache(model, parse_policy(policy), kernels)
-    with attached(model), forwards_of(cache, model):
+    parsed, request = parse_policy(policy), None
+    if "repetition" in parsed.needs:
+        if tokenizer is None:
+            raise SpecError(f"policy {parsed.name!r} has the model repeat its prompt: pass compress(tokenizer=...)")
+        request = request_of(tokenizer)
+    cache = StrataCache(model, parsed, kernels, request)
+    with attached(model), hidden_to(cache, model), forwards_of(cache, model):
         try:
             yield cache
         finally:

@@ -17,7 +17,7 @@ from kvstrata.cache.report import build_report
 from kvstrata.core import InputError, KvstrataError, SpecError, UnsupportedModelError
 from kvstrata.hf import compat, files
 from kvstrata.hf.attention import Handoff
-from kvstrata.hf.files import fingerprint
+from kvstrata.hf.files import fingerprint, identity
 from kvstrata.hf.parts import parts_for
 from kvstrata.kernels.attention import KernelName
 from kvstrata.policy.policy import Policy
@@ -27,8 +27,9 @@ from kvstrata.store import Account, Bytes
 class Kin:
     """What a cache and its copies share: their model, and whether its compress() block is open."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, request: Any = None) -> None:
         self.model, self.is_open = model, True
+        self.request = request  # a `repeat.Request`, where the policy has the model repeat the prompt
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Kin:
         return self
@@ -108,7 +109,7 @@ class StrataLayer(CacheLayerMixin):
 class StrataCache(Cache):
     """A cache under a policy. Layers that are not ordinary full attention are transformers' own, uncompressed."""
 
-    def __init__(self, model: PreTrainedModel, policy: Policy, kernels: KernelName) -> None:
+    def __init__(self, model: PreTrainedModel, policy: Policy, kernels: KernelName, request: Any = None) -> None:
         config = compat.text_config(model)
         stock = compat.stock_layers(config)
         self.passed_through = compat.not_compressed(config, stock)
@@ -116,14 +117,14 @@ class StrataCache(Cache):
         if not ours:
             kinds = ", ".join(sorted(set(self.passed_through.values())))
             raise UnsupportedModelError(f"{type(model).__name__} has no full-attention layer to compress, only {kinds}")
-        if policy.models and any(known != fingerprint(model) for known in policy.models):
-            raise SpecError("heads=FILE was calibrated on another model, or in another dtype: calibrate it on this one")
+        if policy.models and any(known != identity(model) for known in policy.models):
+            raise SpecError("heads=FILE was calibrated on another model: calibrate it on this one")
         self.engine = PolicyCache(policy, ours, kernels, parts_for(policy, model, ours))
         if shape := compat.kv_shape(config):  # so that a budget that cannot be met is refused here already
             like = torch.empty(1, shape[0], 1, shape[1], dtype=model.dtype, device="meta")
             for layer in self.strata.values():
                 layer.check(like, like)
-        self.kin = Kin(model)
+        self.kin = Kin(model, request)
         layers = list(stock)
         for i, layer in self.strata.items():
             layers[i] = StrataLayer(layer, self.engine, self.kin)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import torch
+from huggingface_hub import snapshot_download
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvstrata.cache.model import Model
-from kvstrata.core import UnsupportedModelError
+from kvstrata.core import SpecError, UnsupportedModelError
 from kvstrata.hf import compat
+from kvstrata.hf.files import identity
 from kvstrata.hf.rotary import rotary_of, turn_of
 from kvstrata.kernels.codec.rotation import Rotary
 from kvstrata.policy.policy import Policy
+from kvstrata.policy.surrogate import SHIPPED, SurrogateModel, read_surrogate, shipped
 
 OUTPUT = ("o_proj", "out_proj", "dense", "c_proj", "wo")  # names of the projection behind attention
 
@@ -29,7 +33,36 @@ def parts_for(policy: Policy, model: PreTrainedModel, layers: Sequence[int]) -> 
         _rotary(policy, model),
         turn_of(model) if "turn" in needs else None,
         outputs_of(model, layers) if "outputs" in needs else {},
+        {file: surrogate_of(file, model) for file in policy.surrogates},
     )
+
+
+def surrogate_of(file: str, model: PreTrainedModel) -> SurrogateModel:
+    """A surrogate by a shipped one's name, a folder, or a hub id. Raises `SpecError` where it does not fit the model."""
+    folder = shipped(file) if file in SHIPPED else Path(file) if Path(file).is_dir() else _fetched(file)
+    found, config = read_surrogate(folder), compat.text_config(model)
+    shape = compat.kv_shape(config)
+    has = (found.width, found.num_heads, len(found.layers))
+    needs = (config.hidden_size, shape and shape[0], config.num_hidden_layers)
+    if has != needs:
+        raise SpecError(
+            f"surrogate {file!r} is for hidden states of {has[0]}, {has[1]} key-value heads and {has[2]} layers, but "
+            f"{type(model).__name__} has {needs[0]}, {needs[1]} and {needs[2]}: take one made for this model"
+        )
+    known = found.config.get("model")
+    if known is not None and known != identity(model):
+        raise SpecError(f"surrogate {file!r} was trained on another model of this shape: train one on this model")
+    return found
+
+
+def _fetched(name: str) -> Path:
+    """The local copy of a hub repository."""
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
+    except (OSError, ValueError) as error:
+        raise SpecError(
+            f"no surrogate {name!r}: give a folder of kvstrata calibrate kvzap, a hub id, or {' or '.join(SHIPPED)}"
+        ) from error
 
 
 def _rotary(policy: Policy, model: PreTrainedModel) -> Rotary | None:
@@ -50,7 +83,7 @@ def outputs_of(model: PreTrainedModel, layers: Sequence[int]) -> Mapping[int, Te
     Raises `UnsupportedModelError` where the projection behind attention is not found.
     """
     heads = compat.option(compat.text_config(model), "num_attention_heads")
-    modules = {cast(Any, m).layer_idx: m for m in model.modules() if _projection(m) is not None}
+    modules = {cast(Any, m).layer_idx: m for m in attention_modules(model)}
     found: dict[int, Tensor] = {}
     for layer in layers:
         projection = _projection(modules[layer]) if layer in modules else None
@@ -63,9 +96,16 @@ def outputs_of(model: PreTrainedModel, layers: Sequence[int]) -> Mapping[int, Te
     return found
 
 
+def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
+    """The modules that call attention, one for each layer that has any."""
+    return [
+        module
+        for module in model.modules()
+        if isinstance(getattr(module, "layer_idx", None), int) and "Attention" in type(module).__name__
+    ]
+
+
 def _projection(module: nn.Module) -> nn.Module | None:
-    if not isinstance(getattr(module, "layer_idx", None), int) or "Attention" not in type(module).__name__:
-        return None
     return next((child for name in OUTPUT if isinstance(child := getattr(module, name, None), nn.Module)), None)
 
 

@@ -4,43 +4,50 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 
+from kvstrata.core import InputError
 from kvstrata.hf import compat
-from kvstrata.hf.cache import StrataCache
+from kvstrata.hf.cache import StrataCache, StrataLayer
+from kvstrata.hf.parts import attention_modules
+from kvstrata.hf.repeat import note_repetition
 
 
 @contextmanager
 def forwards_of(cache: StrataCache, model: PreTrainedModel) -> Generator[None]:
     """Inside the block, tell `cache` and its forks when a forward that they were passed to begins and ends.
 
-    With its end come the logits. Nothing is hooked where the policy acts in every layer at once.
+    With its end come the logits, and where the policy wants it the prompt is repeated. Nothing is hooked where the
+    policy acts in every layer at once.
     """
     if not cache.policy.needs & {"logits", "end"}:
         yield
         return
+    request = cache.kin.request if "repetition" in cache.policy.needs else None
 
     @compat.not_compiled
     def begin(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for found in _caches(args, kwargs):
+        for found in _of_kin(cache, args, kwargs):
             found.engine.accept()
+            if request is not None and found.engine.mode.prefilling:
+                raise InputError("this policy has the model repeat the prompt: feed it at once, not in parts")
 
     @compat.not_compiled
     def end(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        for found in _caches(args, kwargs):
+        for found in _of_kin(cache, args, kwargs):
+            ids = kwargs.get("input_ids", args[0] if args else None)
+            if request is not None and ids is not None and found.get_seq_length() == ids.shape[1]:
+                note_repetition(model, [found], ids, kwargs.get("attention_mask"), request)
             if "logits" in found.policy.needs:
                 if (logits := _logits(output)) is not None:
                     found.engine.end_step(logits.detach())
             elif "processed-logits" not in found.policy.needs:
                 found.engine.end_forward()
-
-    def _caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[StrataCache]:
-        values = (*args, *kwargs.values())
-        return [value for value in values if isinstance(value, StrataCache) and value.kin is cache.kin]
 
     handles = [
         model.register_forward_pre_hook(begin, with_kwargs=True),
@@ -51,6 +58,33 @@ def forwards_of(cache: StrataCache, model: PreTrainedModel) -> Generator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def hidden_to(cache: StrataCache, model: PreTrainedModel) -> Generator[None]:
+    """Inside the block, give the layers of `cache` and its forks the hidden states that their attention gets."""
+    if "hidden" not in cache.policy.needs:
+        yield
+        return
+
+    @compat.not_compiled
+    def note(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        index = cast(int, module.layer_idx)
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, Cache) and isinstance(layer := value.layers[index], StrataLayer):
+                layer.layer.hidden = kwargs.get("hidden_states", args[0] if args else None)
+
+    handles = [module.register_forward_pre_hook(note, with_kwargs=True) for module in attention_modules(model)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _of_kin(cache: StrataCache, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[StrataCache]:
+    values = (*args, *kwargs.values())
+    return [value for value in values if isinstance(value, StrataCache) and value.kin is cache.kin]
 
 
 def _logits(output: Any) -> Tensor | None:

@@ -21,6 +21,7 @@ from kvstrata.cache.fed import Fed
 from kvstrata.core import InputError
 from kvstrata.hf import compat
 from kvstrata.hf.cache import StrataCache, StrataLayer
+from kvstrata.hf.repeat import note_repetition
 from kvstrata.kernels.attention import Softmax
 
 
@@ -44,6 +45,16 @@ class _SameLayer:
     def fed(self) -> Fed:
         """What was fed."""
         return self._first.fed
+
+    @property
+    def hidden(self) -> Tensor | None:
+        """What the layers were given to read."""
+        return self._first.hidden
+
+    @hidden.setter
+    def hidden(self, states: Tensor | None) -> None:
+        for layer in (self._first, *self._others):
+            layer.hidden = states
 
     def attend(
         self,
@@ -78,6 +89,9 @@ def read_together(
     extra = under_padding(attention_mask, ids.shape[1])
     output = cast(Any, model)(ids, logits_to_keep=1, **{compat.CACHE_KEYWORD: shared}, **extra)
     logits = cast(Tensor, output.logits)
+    repeated = [cache for cache in caches if cache.kin.request is not None]
+    if repeated:
+        note_repetition(model, repeated, ids, attention_mask, repeated[0].kin.request)
     for cache in caches:
         if cache is not first:
             for i in first.passed_through:

@@ -68,8 +68,9 @@ class Rule:
 
     @property
     def observes(self) -> bool:
-        """Whether its scorer keeps something of every forward; what was asked comes from elsewhere."""
-        return bool(self.scorer.columns) and not (self.scorer.asks and self.scorer.mass is None)
+        """Whether its scorer sums something up over forwards; other columns are written from elsewhere."""
+        elsewhere = self.scorer.asks or self.scorer.surrogate or "repetition" in self.scorer.needs
+        return bool(self.scorer.columns) and (self.scorer.mass is not None or not elsewhere)
 
     @property
     def across(self) -> bool:
@@ -226,6 +227,11 @@ class Policy:
         if len(found) > 1:
             raise SpecError(f"layer {layer}: prefill and decode ask in two ways: give both the same echo")
         return found.pop() if found else None
+
+    @property
+    def surrogates(self) -> frozenset[str]:
+        """Files of the surrogates whose word some rule takes."""
+        return frozenset(rule.scorer.surrogate for rule in self._every_rule() if rule.scorer.surrogate)
 
     def per_head(self, layer: int) -> bool:
         """Whether heads of the layer may hold different tokens."""

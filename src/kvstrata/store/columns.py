@@ -64,6 +64,13 @@ class Columns:
                     else:
                         tail.fill_(first[row] if name == POSITION.name else step if name == STEP.name else 0)
 
+    def put_newest(self, name: str, lengths: Sequence[Sequence[int]], tokens: Sequence[int], values: Tensor) -> None:
+        """Write the last tokens[b] of values [B, 1|H, Q] to the newest places of every segment."""
+        column = self.data[name]
+        for row, new in enumerate(tokens):
+            for head, end in enumerate(lengths[row]):
+                column[row, head, end - new : end] = values[row, head, values.shape[2] - new :]
+
     def move(self, at: tuple[Tensor, ...], to: tuple[Tensor, ...], source: Columns | None = None) -> None:
         """Copy places at (row, 1|head, slot) of `source`, or of these columns, to places `to`."""
         for name, column in self.data.items():

@@ -15,6 +15,8 @@ from kvstrata.store.columns import Columns
 from kvstrata.store.table import PageTable, pages_for
 
 MOVE_BELOW = 0.75  # of the entries stored: a plan that keeps fewer copies them, so that whole blocks come free
+Given = Mapping[str, Tensor]
+NONE_GIVEN: Given = {}
 Unwritten = tuple[Tensor, Tensor, Sequence[int]]  # k, v and tokens as `stage` got them
 
 
@@ -67,13 +69,17 @@ class ExactTier:
 
     # -- appending ----------------------------------------------------------------------------------------------
 
-    def stage(self, k: Tensor, v: Tensor, tokens: Sequence[int], first: Sequence[int], step: int) -> None:
+    def stage(
+        self, k: Tensor, v: Tensor, tokens: Sequence[int], first: Sequence[int], step: int, more: Given = NONE_GIVEN
+    ) -> None:
         """Make room for the last tokens[b] entries of each row, count them and begin their columns.
 
         Their keys and values are `unwritten` until `write`, or until attention writes them on its way.
         """
         self._make_room([n for n in tokens for _ in range(self.heads)])
         self.columns.begin(self.lengths(), tokens, first, step)
+        for name, values in more.items():
+            self.columns.put_newest(name, self.lengths(), tokens, values)
         self.unwritten = (k, v, tokens)
 
     def _make_room(self, new: Sequence[int]) -> None:

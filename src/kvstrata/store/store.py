@@ -19,7 +19,8 @@ from kvstrata.store.arena import Arenas
 from kvstrata.store.blocks import Block, key_loss, rectangles
 from kvstrata.store.coded import CodedTier, PageTier, Restored
 from kvstrata.store.columns import Columns
-from kvstrata.store.exact import ExactTier, Unwritten
+from kvstrata.store.exact import NONE_GIVEN, ExactTier, Given, Unwritten
+from kvstrata.store.sizes import sizes_of
 from kvstrata.store.units import UnitTier
 
 DEFAULT_CODECS: Mapping[Tier, Codec] = {Tier[name.upper()]: codec for name, codec in CODECS.items()}
@@ -154,15 +155,7 @@ class LayerStore:
 
     def sizes_of(self, k: Tensor, v: Tensor) -> dict[str, int]:
         """The sizes of a `LayerShape` once k and v [B, H, Q, D] are stored, over all heads of the layer."""
-        heads, token = k.shape[1], k.shape[1] * (k.shape[-1] + v.shape[-1]) * k.element_size()
-        columns = self._column_bytes * (heads if self.per_head else 1)
-        sizes = {"entry_bytes": token + columns, "token_bytes": token, "unit_bytes": 0, "frame_bytes": 0}
-        for codec in self._codecs.values():  # one, where they are asked for
-            form = Format(codec, k.dtype, k.shape[-1], v.shape[-1])
-            shared = -(-form.grid_bytes // PAGE) * codec.running  # of a page's copy of a running grid
-            sizes["unit_bytes"] = heads * (form.unit_bytes + shared) + codec.unit * columns
-            sizes["frame_bytes"] = heads * (4 * form.frame_numbers + form.grid_bytes * codec.running)
-        return sizes
+        return sizes_of(k, v, self._column_bytes, self.per_head, self._codecs.values())
 
     def none_of(self) -> tuple[Tensor, Tensor]:
         """k [B, H, 0, D] and v like those stored, without memory."""
@@ -263,11 +256,16 @@ class LayerStore:
         self.stage(k, v, tokens, first, step)
         self.flush()
 
-    def stage(self, k: Tensor, v: Tensor, tokens: Sequence[int], first: Sequence[int], step: int) -> None:
-        """Do all of `append` but writing keys and values; first[b] is a position, step the number of this forward."""
+    def stage(
+        self, k: Tensor, v: Tensor, tokens: Sequence[int], first: Sequence[int], step: int, more: Given = NONE_GIVEN
+    ) -> None:
+        """Do all of `append` but writing keys and values; first[b] is a position, step the number of this forward.
+
+        `more` has columns [B, 1|H, Q] of the new entries, which are 0 else.
+        """
         if self.is_empty:
             self._lay_out(k, v, k.shape[0], k.shape[1])
-        self._exact.stage(k, v, tokens, first, step)
+        self._exact.stage(k, v, tokens, first, step, more)
         self.settle_account()
 
     def _lay_out(self, k: Tensor, v: Tensor, rows: int, heads: int) -> None:

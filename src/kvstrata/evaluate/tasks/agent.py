@@ -12,9 +12,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from kvstrata.core import InputError
-from kvstrata.evaluate.framing import encode, frame_of, opening, pieces
 from kvstrata.evaluate.task import NLL, TASKS, Example, Metric, Settings, Source, Task, Turn
 from kvstrata.evaluate.texts import data_file, read_text
+from kvstrata.hf.framing import encode, frame_of, opening, pieces
 
 FILE = "agent/taubench_gpt-4o-airline.json.gz"
 FIRST = 30  # tasks before this one are for training and calibration

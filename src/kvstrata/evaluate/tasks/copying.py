@@ -9,10 +9,10 @@ import string
 from transformers import PreTrainedTokenizerBase
 
 from kvstrata.core import InputError
-from kvstrata.evaluate.framing import encode, frame_of, opening
 from kvstrata.evaluate.task import EXACT, HIT, NLL, TASKS, Example, Probe, Settings, Source, Task
 from kvstrata.evaluate.texts import generator
 from kvstrata.evaluate.words import names
+from kvstrata.hf.framing import encode, frame_of, opening
 
 DEPTHS = (0.1, 0.35, 0.6, 0.85)
 INTRODUCTION = "Here is a list of items, one JSON object per line.\n"

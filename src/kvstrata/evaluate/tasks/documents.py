@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from transformers import PreTrainedTokenizerBase
 
-from kvstrata.evaluate.framing import encode
 from kvstrata.evaluate.task import NLL, TASKS, Example, Metric, Settings, Source, Task
 from kvstrata.evaluate.texts import haystack, stretches
+from kvstrata.hf.framing import encode
 
 FOLLOWS = 4  # a continuation has a fourth of the prompt's tokens
 

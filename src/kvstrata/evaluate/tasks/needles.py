@@ -11,10 +11,10 @@ import random
 from transformers import PreTrainedTokenizerBase
 
 from kvstrata.core import InputError
-from kvstrata.evaluate.framing import encode, frame_of, opening
 from kvstrata.evaluate.task import EXACT, HIT, NLL, TASKS, Example, Probe, Settings, Source, Task
 from kvstrata.evaluate.texts import generator, haystack, sentences
 from kvstrata.evaluate.words import names, number, unique_id
+from kvstrata.hf.framing import encode, frame_of, opening
 
 DEPTHS = (0.1, 0.35, 0.6, 0.85)  # of the text before the needle, from its beginning
 GRID_DEPTHS = (0.1, 0.25, 0.5, 0.75, 0.9)  # from the question, as CONF-KV counts them: 0.9 is the oldest

@@ -16,11 +16,11 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from kvstrata.core import InputError
-from kvstrata.evaluate.framing import encode, frame_of, opening
 from kvstrata.evaluate.task import TASKS, Example, Metric, Probe, Settings, Source, Task
 from kvstrata.evaluate.tasks import ruler_text
 from kvstrata.evaluate.tasks.ruler_text import Item
 from kvstrata.evaluate.texts import generator, haystack, read_text
+from kvstrata.hf.framing import encode, frame_of, opening
 
 Maker = Callable[[ruler_text.Room], Item]
 NEW_TOKENS = {"vt": 30, "cwe": 120, "fwe": 50, "qa_1": 32, "qa_2": 32}

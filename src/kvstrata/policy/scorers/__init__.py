@@ -17,7 +17,8 @@ class Scorer(Protocol):
     """Ranks the entries of one layer.
 
     needs: which optional fields of `Signals` it reads besides mass: "keys"; and what it needs to know of the model:
-    "turn" (rotary positions), "outputs" (projections behind attention).
+    "turn" (rotary positions), "outputs" (projections behind attention), "hidden" (states that attention gets),
+    "repetition" (of the context).
     mass: how the attention of a forward becomes `Signals.mass`; None where it reads none.
     asks: who asks for an entry in a repetition of the context; the answers come in the column "asked". None: nobody.
     columns: state it keeps per entry; `observe` returns the new values after each forward, also when no plan is due.
@@ -37,6 +38,11 @@ class Scorer(Protocol):
     @property
     def asks(self) -> Band | None:
         """Who asks for entries."""
+        ...
+
+    @property
+    def surrogate(self) -> str | None:
+        """Whose word it takes: a file of weights, or None."""
         ...
 
     @property
@@ -74,6 +80,11 @@ class Stateless:
         return None
 
     @property
+    def surrogate(self) -> str | None:
+        """Whose word it takes: nobody's."""
+        return None
+
+    @property
     def columns(self) -> tuple[Column, ...]:
         """State per entry: none."""
         return ()
@@ -85,6 +96,6 @@ class Stateless:
 
 SCORERS: Registry[type] = Registry("scorer")
 
-from kvstrata.policy.scorers import attention, combine, keys, recency, repeat  # noqa: E402  (they register themselves above)
+from kvstrata.policy.scorers import attention, combine, keys, learned, recency, repeat  # noqa: E402  (they register themselves above)
 
-__all__ = ["SCORERS", "Scorer", "Stateless", "attention", "combine", "keys", "recency", "repeat"]
+__all__ = ["SCORERS", "Scorer", "Stateless", "attention", "combine", "keys", "learned", "recency", "repeat"]

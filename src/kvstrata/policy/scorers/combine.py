@@ -56,6 +56,11 @@ class Mix:
         return next((part.scorer.asks for part in self.parts if part.scorer.asks), None)
 
     @property
+    def surrogate(self) -> str | None:
+        """Whose word a part takes."""
+        return next((part.scorer.surrogate for part in self.parts if part.scorer.surrogate), None)
+
+    @property
     def columns(self) -> tuple[Column, ...]:
         """What the parts keep."""
         return tuple(dict.fromkeys(column for part in self.parts for column in part.scorer.columns))
