@@ -44,10 +44,17 @@ READS = {
     "mix": Reduction(88, decay=0.9),
 }
 COLUMNS = {"accumulated-mass": "mass", "decayed-mass": "ema", "persistence": "count", "mix": "ema", "echo": "asked"}
+COLUMNS |= {"surrogate": "worth", "repetition": "repeated"}
 
 
 def test_the_scorers_and_what_each_of_them_reads():
-    needs = {"keynorm": {"keys"}, "keydiff": {"keys"}, "echo": {"turn", "outputs"}}
+    needs = {
+        "keynorm": {"keys"},
+        "keydiff": {"keys"},
+        "echo": {"turn", "outputs"},
+        "surrogate": {"hidden"},
+        "repetition": {"repetition"},
+    }
     assert set(SCORERS) == {"recency", "random", *needs, *READS}
     for name in SCORERS:
         scorer = make(name)

@@ -116,7 +116,7 @@ def kvzap(
     texts = _texts(text, data)
     loaded, tokenizer = load_model(model, dtype, device, Console(stderr=True))
     parts = _stretches(texts, tokenizer, documents, length)
-    about = {
+    about: dict[str, object] = {
         "model": identity(loaded),
         "data": [{"name": name, "sha256": digest(content)} for name, content in texts.items()],
         "collected": {"documents": documents, "length": length, "per_document": per_document, "seed": seed},

@@ -38,7 +38,7 @@ def parts_for(policy: Policy, model: PreTrainedModel, layers: Sequence[int]) -> 
 
 
 def surrogate_of(file: str, model: PreTrainedModel) -> SurrogateModel:
-    """A surrogate by a shipped one's name, a folder, or a hub id. Raises `SpecError` where it does not fit the model."""
+    """A surrogate by a shipped one's name, a folder or a hub id. Raises `SpecError` where it does not fit a model."""
     folder = shipped(file) if file in SHIPPED else Path(file) if Path(file).is_dir() else _fetched(file)
     found, config = read_surrogate(folder), compat.text_config(model)
     shape = compat.kv_shape(config)
