@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import asdict
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, cast
 
 import typer
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
+from kvstrata.calibrate.construct import construct
 from kvstrata.calibrate.corpus import training_texts
 from kvstrata.calibrate.heads import calibrate_heads, policy_for, write_heads
 from kvstrata.calibrate.kvzap import collect, train
+from kvstrata.calibrate.polykv import Asked
+from kvstrata.calibrate.polykv import collect as collect_signals
 from kvstrata.calibrate.tau import calibrate_tau, check_rate
 from kvstrata.cli.tables import progress_bar
 from kvstrata.core import InputError
@@ -24,6 +28,7 @@ from kvstrata.hf.files import identity
 from kvstrata.hf.framing import encode
 from kvstrata.hf.models import load_model
 from kvstrata.policy.budget import Share, parse_budget
+from kvstrata.policy.strategy import pattern_rule, write_strategy
 from kvstrata.policy.surrogate import write_surrogate
 
 app = typer.Typer(help="Find the numbers of a policy on a model and a text.", no_args_is_help=True)
@@ -139,6 +144,64 @@ def kvzap(
         "thresholds: " + ", ".join(f"{float(share):.0%} removed under {tau}" for share, tau in fit.thresholds.items())
     )
     print(f"use it as --policy kvzap:file={out},tau={fit.thresholds['0.75']}, or with budget=25%")
+
+
+@app.command()
+def polykv(
+    out: Annotated[Path, typer.Option(help="The strategy file to write; signals go into a folder beside it.")],
+    budget: Annotated[int, typer.Option(min=2, help="Tokens that a layer keeps on average.")] = 256,
+    patterns: Annotated[str, typer.Option(help="Candidates.")] = "streaming,h2o,tova,snapkv,pyramidkv,scissorhands",
+    signal: Annotated[Literal["cosine", "ppl"], typer.Option(help="What patterns are chosen by.")] = "cosine",
+    allocation: Annotated[
+        Literal["uniform", "entropy", "entropies", "ppl"], typer.Option("--allocate", help="What budgets follow.")
+    ] = "uniform",
+    margin: Annotated[float, typer.Option(help="By how much a layer's pattern must beat the best single one.")] = 0.0,
+    turned: Annotated[bool, typer.Option("--inverse", help="The control: worst patterns, budgets turned.")] = False,
+    decode: Annotated[bool, typer.Option(help="Choose for decoding too; else it keeps everything.")] = False,
+    text: Annotated[list[Path] | None, typer.Option(help="A text file; may be given several times.")] = None,
+    data: Annotated[Path | None, typer.Option(help="Folder of docs/data.md: read its training side.")] = None,
+    model: Annotated[str | None, typer.Option(help="Hub id or folder; default: the demo model, SmolLM2-135M.")] = None,
+    documents: Annotated[int, typer.Option(min=1, help="Stretches of each text.")] = 8,
+    length: Annotated[int, typer.Option(min=8, help="Tokens of a stretch's prompt.")] = 1024,
+    continuation: Annotated[int, typer.Option(min=2, help="Tokens after it.")] = 64,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...")] = "cpu",
+) -> None:
+    """Choose a pattern and a budget for each layer (PolyKV); a run that was stopped goes on where it was."""
+    names = tuple(name.strip() for name in patterns.split(","))
+    for name in names:
+        pattern_rule(name, budget)
+    asked = Asked(names, budget, ("prefill", "decode") if decode else ("prefill",))
+    wanted = ["cosine", "ppl"] if "ppl" in (signal, allocation) else ["cosine"]
+    texts = _texts(text, data)
+    loaded, tokenizer = load_model(model, dtype, device, Console(stderr=True))
+    parts = _stretches(texts, tokenizer, documents, length + continuation)
+    read = [{"name": name, "sha256": digest(content)} for name, content in texts.items()]
+    about: dict[str, object] = {"model": identity(loaded), "data": read, "asked": asdict(asked) | {"of": documents}}
+    folder = out.with_suffix(".signals")
+    _same_pairs(folder / "about.json", json.loads(json.dumps(about | {"length": length, "then": continuation})))
+    with progress_bar() as progress:
+        task = progress.add_task("measuring", total=len(parts) * len(wanted))
+        signals = collect_signals(loaded, parts, continuation, asked, wanted, folder, lambda: progress.advance(task))
+    config = loaded.config
+    kind = {"name": type(loaded).__name__, "layers": config.num_hidden_layers, "kv_heads": config.num_key_value_heads}
+    head = {"model": {**kind, "identity": identity(loaded)}, "signals": {"data": read}}
+    strategy = construct(signals, budget, signal, allocation, head, margin=margin, turned=turned)
+    write_strategy(out, strategy, _rounded(signals))
+    counts = Counter(choice.pattern for choice in strategy.prefill)
+    sizes = [choice.budget for choice in strategy.prefill]
+    print("patterns: " + ", ".join(f"{name} in {n} layers" for name, n in counts.most_common()))
+    print(f"budgets: {min(sizes)} to {max(sizes)} tokens, {sum(sizes) / len(sizes):g} on average")
+    print(f"use it as --policy polykv:{out}; kvstrata ls {out} shows it")
+
+
+def _rounded(value: Any) -> Any:
+    """Numbers with five digits, in tables and lists."""
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in cast("dict[str, Any]", value).items()}
+    if isinstance(value, list):
+        return [_rounded(item) for item in cast("list[Any]", value)]
+    return float(f"{value:.5g}")
 
 
 def _same_pairs(file: Path, about: dict[str, object]) -> None:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import inspect
 import json
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from kvstrata.core import PHASES
+from kvstrata.diagnose.plots import draw_strategy
 from kvstrata.evaluate import TASKS, Task
 from kvstrata.policy import PRESETS
 from kvstrata.policy.scorers import SCORERS
-from kvstrata.registry import load_plugins
+from kvstrata.policy.strategy import FULL, Choice, read_strategy
+from kvstrata.registry import load_plugins, unknown
 
 
 class Kind(StrEnum):
@@ -26,21 +30,43 @@ class Kind(StrEnum):
 
 
 def ls(
-    kind: Annotated[Kind, typer.Argument(help="What to list.")] = Kind.PRESETS,
+    kind: Annotated[str, typer.Argument(help="presets, scorers, tasks, or a strategy file of PolyKV.")] = Kind.PRESETS,
+    plot: Annotated[Path | None, typer.Option(help="PNG of a strategy: patterns by colour, budgets as bars.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """List the presets or scorers with their options and sources, or the tasks of `kvstrata evaluate`."""
+    """List the presets or scorers with their options and sources, the tasks of `kvstrata evaluate`, or a strategy."""
+    if kind not in list(Kind):
+        _strategy(Path(kind), plot, as_json)
+        return
     load_plugins()
-    if kind is Kind.TASKS:
+    if kind == Kind.TASKS:
         rows = [{"name": name, "metrics": _metrics(task), "about": task.about} for name, task in sorted(TASKS.items())]
         _print(rows, as_json)
         return
-    things = PRESETS if kind is Kind.PRESETS else SCORERS
+    things = PRESETS if kind == Kind.PRESETS else SCORERS
     rows = [
         {"name": name, "options": _options(thing), "about": (inspect.getdoc(thing) or "").partition("\n\n")[0]}
         for name, thing in sorted(things.items())
     ]
     _print(rows, as_json)
+
+
+def _strategy(file: Path, plot: Path | None, as_json: bool) -> None:
+    """A strategy file as a table of its layers, and as a picture."""
+    if not file.is_file():
+        raise unknown("list or strategy file", str(file), tuple(Kind))
+    found = read_strategy(file)
+    rows = [
+        {"layer": str(i), **{phase: _chosen(getattr(found, phase)[i]) for phase in PHASES}}
+        for i in range(len(found.prefill))
+    ]
+    _print(rows, as_json)
+    if plot is not None:
+        draw_strategy(found, plot)
+
+
+def _chosen(choice: Choice) -> str:
+    return choice.pattern if choice.pattern == FULL else f"{choice.pattern}, {choice.budget} tokens"
 
 
 def _print(rows: list[dict[str, str]], as_json: bool) -> None:

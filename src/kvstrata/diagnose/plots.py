@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
-from kvstrata.core import Tier
+from kvstrata.core import PHASES, Tier
 from kvstrata.diagnose.drift import Band
 from kvstrata.diagnose.measure import Traces
 from kvstrata.evaluate.figures import figure
 from kvstrata.files import whole
+from kvstrata.policy.strategy import Choice, Strategy
 
 
 def draw(kind: str, figures: dict[str, Any], found: Traces, band: Band, path: Path) -> Path:
@@ -81,3 +82,19 @@ def _bars(fig: Any, figures: dict[str, Any], found: Traces, band: Band) -> None:
     errors = [[x["mean"] - x["low"] for x in over], [x["high"] - x["mean"] for x in over]]
     axis.bar(names, [x["mean"] for x in over], yerr=errors)
     axis.set(ylabel="nats per token above the full cache")
+
+
+def draw_strategy(strategy: Strategy, path: Path) -> Path:
+    """Budgets of a PolyKV strategy as bars over the layers, patterns by colour. Raises `KvstrataError`."""
+    sides = [side for side in PHASES if any(choice.budget for choice in getattr(strategy, side))] or ["prefill"]
+    fig = figure(figsize=(10, 3 * len(sides)))
+    for axis, side in zip(fig.subplots(len(sides), 1, squeeze=False)[:, 0], sides, strict=True):
+        choices: tuple[Choice, ...] = getattr(strategy, side)
+        for name in dict.fromkeys(choice.pattern for choice in choices):
+            layers = [i for i, choice in enumerate(choices) if choice.pattern == name]
+            axis.bar(layers, [choices[i].budget for i in layers], label=name)
+        axis.set(xlabel="layer", ylabel="tokens kept", title=side)
+        axis.legend()
+    with whole(path) as scratch:
+        fig.savefig(scratch, dpi=130, format="png")
+    return path

@@ -118,7 +118,7 @@ class StrataCache(Cache):
             kinds = ", ".join(sorted(set(self.passed_through.values())))
             raise UnsupportedModelError(f"{type(model).__name__} has no full-attention layer to compress, only {kinds}")
         if policy.models and any(known != identity(model) for known in policy.models):
-            raise SpecError("heads=FILE was calibrated on another model: calibrate it on this one")
+            raise SpecError("this policy was calibrated on another model: calibrate it on this one")
         self.engine = PolicyCache(policy, ours, kernels, parts_for(policy, model, ours))
         if shape := compat.kv_shape(config):  # so that a budget that cannot be met is refused here already
             like = torch.empty(1, shape[0], 1, shape[1], dtype=model.dtype, device="meta")

@@ -83,16 +83,23 @@ def outputs_of(model: PreTrainedModel, layers: Sequence[int]) -> Mapping[int, Te
     Raises `UnsupportedModelError` where the projection behind attention is not found.
     """
     heads = compat.option(compat.text_config(model), "num_attention_heads")
+    if not heads:
+        raise UnsupportedModelError(f"{type(model).__name__} does not say how many query heads it has")
+    return {layer: _triangular(weight, heads) for layer, weight in projections_of(model, layers).items()}
+
+
+def projections_of(model: PreTrainedModel, layers: Sequence[int]) -> Mapping[int, Tensor]:
+    """The matrix [out, H*G*Dv] fp32 behind attention of each layer. Raises `UnsupportedModelError` if not found."""
     modules = {cast(Any, m).layer_idx: m for m in attention_modules(model)}
     found: dict[int, Tensor] = {}
     for layer in layers:
         projection = _projection(modules[layer]) if layer in modules else None
-        if projection is None or not heads:
+        if projection is None:
             raise UnsupportedModelError(
                 f"{type(model).__name__}: the projection behind attention of layer {layer} is not found: "
                 "take weight=u, which does without"
             )
-        found[layer] = _triangular(_weight(projection), heads)
+        found[layer] = _weight(projection)
     return found
 
 

@@ -180,6 +180,7 @@ class Policy:
 
     name: str
     table: tuple[LayerRange, ...] = field(default=())
+    made_for: frozenset[str] = frozenset()  # identities of the models that it was calibrated on, if it was
 
     def __post_init__(self) -> None:
         ranges = sorted(self.table, key=lambda entry: entry.first)
@@ -319,8 +320,9 @@ class Policy:
 
     @property
     def models(self) -> frozenset[str]:
-        """Fingerprints of the models that it was calibrated on."""
-        return frozenset(r.budget.shares.model for r in self._every_rule() if isinstance(r.budget, ByHead))
+        """Identities of the models that it, or its budgets, were calibrated on."""
+        shared = (r.budget.shares.model for r in self._every_rule() if isinstance(r.budget, ByHead))
+        return self.made_for.union(shared)
 
     def with_tiers(self, tiers: ByAge) -> Policy:
         """The same policy with entries in coded tiers; a phase that keeps everything does so in them."""

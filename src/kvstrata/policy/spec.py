@@ -22,6 +22,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping
+from importlib.resources import files
 from math import isfinite
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args, get_type_hints
@@ -39,6 +40,7 @@ from kvstrata.policy.protect import Protect
 from kvstrata.policy.scorers import SCORERS, Scorer
 from kvstrata.policy.scorers.combine import Part
 from kvstrata.policy.shares import read_shares
+from kvstrata.policy.strategy import read_strategy
 from kvstrata.policy.tiering import ByAge, Coding, Native
 from kvstrata.policy.trigger import OnOverflow
 from kvstrata.registry import unknown
@@ -67,14 +69,25 @@ def parse_policy(spec: Policy | str | Path) -> Policy:
     """
     if isinstance(spec, Policy):
         return spec
+    if isinstance(spec, str) and spec.strip().startswith(STRATEGY):
+        return read_strategy(_strategy_file(spec.strip().removeprefix(STRATEGY))).policy()
     if isinstance(spec, Path) or spec.endswith((".yaml", ".yml")):
         return read_policy(Path(spec))
     name, _, options = spec.strip().partition(":")
     return _preset(name, _options(options))
 
 
+def _strategy_file(name: str) -> Path:
+    """A strategy's file: its path, or the mean budget of one that is shipped."""
+    if name in SHIPPED:
+        return Path(str(files("kvstrata.policy").joinpath("assets", f"polykv-{name}-smollm2-135m-instruct.yaml")))
+    return Path(name)
+
+
 def names_budget(spec: str) -> bool:
     """Whether a policy's text sets its own budget, in any of its options."""
+    if spec.strip().startswith(STRATEGY):
+        return True
     name, _, options = spec.partition(":")
     hints = get_type_hints(PRESETS[name.strip()])
     return any(_is_budget(hints.get(key)) for key in _options(options))
@@ -113,6 +126,8 @@ def read_policy(path: Path) -> Policy:
 
 
 TIERING = ("codec", "exact", "group", "key_space")  # options of every preset and rule
+STRATEGY = "polykv:"  # before the file of a strategy
+SHIPPED = ("128", "256", "512")  # mean budgets of strategies for the demo model
 HEADS = "heads"  # of every preset that has no such option of its own: a file of kvstrata calibrate heads
 
 
