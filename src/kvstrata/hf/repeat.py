@@ -84,7 +84,10 @@ class _Asked:
         keys = torch.cat([first, self.k[:, :, self.chunk], own], dim=2).float()
         heads, rows, size = keys.shape[1], q.shape[2], self.chunk.stop - self.chunk.start
         place = slice(first.shape[2], first.shape[2] + size)
-        norm = None if self.hidden is None else torch.linalg.vector_norm(self.hidden[0].float(), dim=-1).log()
+        norm = None
+        if self.hidden is not None:  # a query of nothing, as a pad token's may be, asks for nothing
+            norm = torch.linalg.vector_norm(self.hidden[0].float(), dim=-1).log()
+            norm = norm.masked_fill(norm.isinf(), torch.inf)
         grouped = q[0].unflatten(0, (heads, -1)).float() * softmax.scale  # [H, G, R, D]
         best = torch.full((2, *grouped.shape[:2], size), -torch.inf, device=q.device)
         step = max(1, BLOCK // (q.shape[1] * keys.shape[2]))

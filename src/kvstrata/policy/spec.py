@@ -115,6 +115,8 @@ def read_policy(path: Path) -> Policy:
     except yaml.YAMLError as error:
         raise SpecError(f"{path} is not valid YAML: {error}") from error
     table = _table(data, str(path))
+    if "polykv" in table:
+        return read_strategy(path).policy(path.stem)
     if "policy" in table:
         options = {key: value for key, value in table.items() if key != "policy"}
         return _preset(str(table["policy"]), options)
