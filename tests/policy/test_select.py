@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from typing import NamedTuple
 
 import pytest
@@ -8,11 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstrata.core import LayerShape, Signals, Tier
+from kvstrata.core import LayerShape, Signals, SpecError, Tier
 from kvstrata.policy import Rule
 from kvstrata.policy.budget import Tokens
 from kvstrata.policy.granularity import Token
 from kvstrata.policy.scorers import Stateless
+from kvstrata.policy.scorers.attention import WindowMass
 from kvstrata.policy.scorers.recency import Recency
 from kvstrata.policy.select import select
 from kvstrata.policy.trigger import OnOverflow
@@ -280,3 +282,20 @@ def test_pooled_heads_make_room_only_when_they_are_over_together():
     assert kept_with_room([[6, 2]], "pooled", [(4,)]) == [[6, 2]]
     assert [sum(row) for row in kept_with_room([[6, 3], [4, 4]], "pooled", [(4,), (4,)])] == [4, 8]
     assert [sum(row) for row in kept_with_room([[7, 6]], "pooled", [(4, 8)])] == [8]
+
+
+def test_a_safe_part_of_each_head_stays_whatever_the_others_score():
+    position = torch.arange(10, dtype=torch.int32).expand(1, 2, 10)
+    z = torch.stack([torch.arange(10.0), 100 + torch.arange(10.0)])[None]
+    valid, none = torch.ones(1, 2, 10, dtype=torch.bool), torch.zeros(1, 2, 10, dtype=torch.bool)
+    signals = Signals(0, 0, position, valid, none, {}, (1,), z)
+
+    def kept(safe):
+        rule = Rule(WindowMass(1), Tokens(5), Token("pooled", safe))
+        return (rule.plan(signals, [(5,)], LayerShape(0, 0, 1, 2, 8, 1)).tier[0] > 0).sum(dim=-1).tolist()
+
+    assert kept(Fraction(0)) == [1, 9]  # no head ends empty
+    assert kept(Fraction(2, 5)) == [2, 8]
+    assert kept(Fraction(1)) == [5, 5]
+    with pytest.raises(SpecError, match=r"safe=1\.5"):
+        Token("pooled", Fraction(3, 2))

@@ -122,6 +122,9 @@ class Rule:
             if pooled:
                 stored, full = stored.sum(dim=1, keepdim=True), full.sum(dim=1, keepdim=True)
             cap = torch.where(stored > full, target, cap)
+        if pooled and self.granularity.safe:
+            safe = (cap.double() * float(self.granularity.safe)).long()
+            protected = protected | select(z.expand(shape), signals.position, safe, protected, valid)
         return select(z.expand(shape), signals.position, cap, protected, valid, pooled)
 
     def _room(self, limits: list[tuple[int, ...]], shape: LayerShape, device: torch.device) -> Room:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 from kvstrata.policy.allocation import Pyramid
 from kvstrata.policy.budget import Budget
+from kvstrata.policy.granularity import Token
 from kvstrata.policy.policy import Policy, Rule
 from kvstrata.policy.presets.row import EACH, PRESETS, QUARTER, SHARED, both
 from kvstrata.policy.protect import FOUR_SINKS, Protect, half
@@ -78,6 +81,23 @@ def snapkv(
     """
     rule = Rule(WindowMass(window, pool), budget, EACH, protect=Protect(recent=half(window)))
     return Policy.everywhere("snapkv", rule, None).with_protect(sinks, recent)
+
+
+@PRESETS.add("adakv")
+def adakv(
+    budget: Budget = QUARTER,
+    window: int = 32,
+    pool: int = 5,
+    safe: Fraction = Fraction(1, 5),
+    sinks: int | None = None,
+    recent: int | None = None,
+) -> Policy:
+    """SnapKV's votes, where the heads of a layer share its budget (AdaKV, arXiv:2407.11550, Algorithm 1).
+
+    Each head keeps its own best `safe` part of its budget, 0.2 as published.
+    """
+    rule = Rule(WindowMass(window, pool), budget, Token("pooled", safe), protect=Protect(recent=half(window)))
+    return Policy.everywhere("adakv", rule, None).with_protect(sinks, recent)
 
 
 @PRESETS.add("pyramidkv")
