@@ -56,7 +56,9 @@ def main() -> None:
         rest = whole - sum(asking) - sum(choosing)
         shares.append((rest, sum(asking) / rest, sum(choosing) / rest))
     rest, asked, chosen = (median(column) for column in zip(*shares, strict=True))
-    print(f"prefill of {options.tokens} tokens {rest:.2f} s; asking {asked:.1%} of it, choosing and freeing {chosen:.1%}")
+    print(
+        f"prefill of {options.tokens} tokens {rest:.2f} s; asking {asked:.1%} of it, choosing and freeing {chosen:.1%}"
+    )
 
 
 if __name__ == "__main__":
