@@ -211,3 +211,22 @@ def test_memory_follows_the_layers_budgets_and_other_models_are_refused(tmp_path
         assert [len(cache.entries(layer)) for layer in range(3)] == [32, 20, 56]
     with pytest.raises(SpecError, match="another model"):
         kvstrata.compress(tiny("qwen2"), f"polykv:{tmp_path / 's.yaml'}").__enter__()
+
+
+@torch.no_grad()
+def test_a_decode_pattern_begins_with_what_the_prompt_s_last_queries_gave(tmp_path):
+    about = {"model": {"layers": 3}}
+    write_strategy(tmp_path / "s.yaml", Strategy((Choice("snapkv", 40),) * 3, (Choice("h2o", 40),) * 3, about))
+    with kvstrata.compress(tiny(), f"polykv:{tmp_path / 's.yaml'}") as cache:
+        tiny()(torch.tensor([PROMPT]), **kv(cache))
+        store = cache.strata[1].store
+        sums = store.column("mass")[0, 0][store.valid()[0, 0]]
+        assert len(sums) == 40
+        assert float(sums.sum()) == pytest.approx(32, rel=1e-3), "32 queries give one each, over what is left"
+        feed(tiny(), torch.tensor([MORE]), cache, [])
+        assert len(cache.entries(1)) == 40
+    plain = "h2o:budget=40"
+    with kvstrata.compress(tiny(), plain) as cache:
+        tiny()(torch.tensor([PROMPT]), **kv(cache))
+        store = cache.strata[1].store
+        assert float(store.column("mass")[0, 0].sum()) > 40, "the same pattern goes on with its own sums"

@@ -5,6 +5,7 @@ import torch
 from transformers import AutoTokenizer
 
 import kvstrata
+from kvstrata.evaluate.texts import novel
 from kvstrata.hf.demo import demo_model
 from kvstrata.hf.models import load_model
 
@@ -47,3 +48,46 @@ def test_exact_kernels_are_bit_identical_on_the_real_model(loaded):
             ids, **kv(cache), max_new_tokens=16, do_sample=False, output_logits=True, return_dict_in_generate=True
         )
     assert all(torch.equal(a, b) for a, b in zip(plain.logits, ours.logits, strict=True))
+
+
+FACT = "The password of the blue door is 48213."
+
+
+def answers(loaded, policy):
+    """Whether a fact in the middle of a chapter can be told after compression, the question not seen before."""
+    model, tokenizer = loaded
+    text = novel()[:6000]
+    context = f"<|im_start|>user\n{text[:3000]} {FACT} {text[3000:]}"
+    answer = "The password of the blue door is 4"
+    question = f"\n\nWhat is the password of the blue door?<|im_end|>\n<|im_start|>assistant\n{answer}"
+    ids, more = (tokenizer(part, return_tensors="pt")["input_ids"] for part in (context, question))
+    with torch.no_grad(), kvstrata.compress(model, policy, tokenizer=tokenizer) as cache:
+        model(ids, **kv(cache), logits_to_keep=1)
+        out = model.generate(torch.cat([ids, more], dim=1), **kv(cache), max_new_tokens=4, do_sample=False)
+    return tokenizer.decode(out[0, -4:]), cache.report()
+
+
+@pytest.mark.parametrize(
+    "policy", ["full", "echo", "kvzap:file=linear,window=32", "kvzap:file=mlp,window=32", "kvzip+"]
+)
+def test_a_fact_survives_at_a_quarter_where_the_right_heads_keep_it(loaded, policy):
+    said, report = answers(
+        loaded, policy if policy == "full" else policy + (",budget=25%" if ":" in policy else ":budget=25%")
+    )
+    assert said.startswith("8213")
+    if policy != "full":
+        assert report.now.live < 0.35 * report.full
+
+
+def test_a_fact_is_lost_where_every_head_keeps_the_newest(loaded):
+    assert not answers(loaded, "streaming:budget=25%")[0].startswith("8213")
+
+
+@pytest.mark.parametrize("budget", ["128", "256", "512"])
+def test_shipped_strategies_fit_the_model(loaded, budget):
+    model, tokenizer = loaded
+    ids = tokenizer(novel()[:6000], return_tensors="pt")["input_ids"][:, :1200]
+    with torch.no_grad(), kvstrata.compress(model, f"polykv:{budget}") as cache:
+        model(ids, **kv(cache), logits_to_keep=1)
+    kept = [len(cache.entries(layer)) for layer in range(30)]
+    assert sum(kept) == 30 * int(budget)

@@ -19,7 +19,7 @@ from kvstrata.cache.fed import Fed
 from kvstrata.cache.model import NOTHING, Model
 from kvstrata.cache.step import MOST_DRAFTS, Events, Mode, Pending, check_own
 from kvstrata.cache.stored import attend_stored, mass_of
-from kvstrata.cache.waiting import drafted, joined
+from kvstrata.cache.waiting import drafted, first_sums, joined, seeded
 from kvstrata.core import InputError, LayerShape, Phase, Plan, Signals, SpecError, Tier
 from kvstrata.kernels.attention import KernelName, Softmax
 from kvstrata.policy.policy import Policy, Rule
@@ -47,7 +47,7 @@ class Layer:
         arenas: Arenas | None = None,
         model: Model = NOTHING,
     ) -> None:
-        self.index, self._depth, self._num_layers = index, depth, num_layers
+        self.index, self._at = index, (index, depth, num_layers)
         self._mode, self._model = mode or Mode(), model
         self.fed = Fed()
         self._mode.clocks.append(self.fed)
@@ -130,8 +130,7 @@ class Layer:
             self.accept()
             self.settle()
         rule = self.rules[self._phase(queries)]
-        if own is not None:
-            check_own(self._mode, rule, self.rules.values())
+        check_own(self._mode, own, rule, self.rules.values())
         if past is not None:
             self._hide(past)
         said = self._model.said(rule, self.index, self.hidden, queries)
@@ -143,6 +142,8 @@ class Layer:
         self.fed.add(queries, tokens)
         out = self._forward(q, tokens, softmax, own, rule, out)
         if not self._mode.prefilling:
+            if later := seeded(self.rules, rule, self._mode):
+                self.observe(first_sums(later, self.step, q, tokens, softmax), later)
             self.step += 1
         return out
 
@@ -203,7 +204,7 @@ class Layer:
         batch, queries = k.shape[0], k.shape[2]
         if queries == 0:
             raise InputError("no tokens to attend to: the prompt is empty")
-        if self._depth == 0 and len({clock.columns for clock in self._mode.clocks}) > 1:
+        if self._at[1] == 0 and len({clock.columns for clock in self._mode.clocks}) > 1:
             raise InputError("a forward was interrupted half-way, so layers hold different tokens: reset() the cache")
         if self.store.is_empty:
             if k.device.type != "meta":
@@ -220,8 +221,7 @@ class Layer:
 
     def shape_of(self, k: Tensor, v: Tensor) -> LayerShape:
         """What budgets are resolved with once k and v [B, H, Q, D] are stored."""
-        sizes = self.store.sizes_of(k, v)
-        return LayerShape(self.index, self._depth, self._num_layers, k.shape[1], batch_size=k.shape[0], **sizes)
+        return LayerShape(*self._at, k.shape[1], batch_size=k.shape[0], **self.store.sizes_of(k, v))
 
     def _phase(self, queries: int) -> Phase:
         if self._mode.prefilling or not any(self.seen):

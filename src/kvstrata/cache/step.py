@@ -107,8 +107,10 @@ def joined_queries(before: Tensor, now: Tensor, rows: int) -> Tensor:
     return torch.cat([before[:, before.shape[1] - missing :], now], dim=1) if missing > 0 else now
 
 
-def check_own(mode: Mode, rule: Rule | None, rules: Iterable[Rule | None]) -> None:
-    """Refuse image masks where attention is summed later, when they are gone."""
+def check_own(mode: Mode, own: Tensor | None, rule: Rule | None, rules: Iterable[Rule | None]) -> None:
+    """Refuse image masks `own` where attention is summed later, when they are gone."""
+    if own is None:
+        return
     late = mode.drafting or (mode.prefilling and rule is not None and not rule.scorer.columns)
     if late and any(other.scorer.mass for other in rules if other):
         raise UnsupportedModelError(

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor
 
-from kvstrata.cache.step import MOST_DRAFTS, Pending, joined_queries, newest_queries
+from kvstrata.cache.step import MOST_DRAFTS, Mode, Pending, joined_queries, newest_queries
 from kvstrata.cache.stored import mass_of
+from kvstrata.core import Phase
+from kvstrata.kernels.attention import Softmax
 from kvstrata.kernels.mass import ALL_ROWS
 from kvstrata.policy.policy import Rule
 from kvstrata.store import LayerStore
+
+SEED = 32  # newest queries of a prompt with which a decode rule's sums begin
 
 
 def joined(before: Pending | None, this: Pending, q: Tensor, rule: Rule) -> Pending:
@@ -27,6 +33,23 @@ def joined(before: Pending | None, this: Pending, q: Tensor, rule: Rule) -> Pend
             rows = rule.scorer.mass.rows
             this.queries = [joined_queries(*pair, rows) for pair in zip(before.queries, this.queries, strict=True)]
     return this
+
+
+def seeded(rules: Mapping[Phase, Rule | None], acted: Rule | None, mode: Mode) -> Rule | None:
+    """The decode rule whose sums begin with the newest queries of a prompt, since another rule was the prompt's.
+
+    PolyKV, where the pattern of a layer changes between phases; None where nothing is to be begun.
+    """
+    later = rules["decode"]
+    if later is None or not later.observes or acted is not rules["prefill"] or mode.drafting:
+        return None
+    return None if acted is not None and acted.scorer == later.scorer else later
+
+
+def first_sums(later: Rule, step: int, q: Tensor, tokens: list[int], softmax: Softmax) -> Pending:
+    """The newest queries of a prompt q [B, H*G, Q, D], as a forward for a rule's scorer to observe."""
+    newest = newest_queries(q, tokens, SEED)
+    return Pending(later, step, q.shape[2], tokens, softmax=softmax, queries=newest)
 
 
 def drafted(store: LayerStore, this: Pending, q: Tensor) -> Pending:

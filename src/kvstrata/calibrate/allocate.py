@@ -20,8 +20,9 @@ def allocate(signal: Sequence[float], total: int, least: int, most: int | None =
         raise SpecError(f"a budget of {total} cannot give {count} layers {least} each: raise the budget, or lower min")
     if most is not None and (most < least or total > count * most):
         raise SpecError(f"a budget of {total} over {count} layers does not fit between {least} and {most} each")
-    weights = [max(0.0, float(s)) for s in signal]
-    shift = 1e-6 * (sum(weights) / count) or 1.0  # so that all-zero signals share evenly
+    largest = max(0.0, *map(float, signal))
+    weights = [max(0.0, float(s)) / largest if largest else 1.0 for s in signal]
+    shift = 1e-6 * sum(weights) / count  # no layer weighs nothing
     ideal = _bounded([w + shift for w in weights], total - count * least, None if most is None else most - least)
     return [least + n for n in round_to_sum(ideal, total - count * least)]
 
