@@ -112,7 +112,8 @@ POLICY = re.compile(rf"(?<![\w`-])`?((?:{'|'.join(PRESETS_BUILT_IN)}):\w[\w-]*=[
 @pytest.mark.parametrize("page", ["README.md", *PAGES])
 def test_every_policy_named_on_a_page_parses(page, tmp_path, monkeypatch):
     levels = {"0.5": {"kept": [[0.5]], "tau": 0.0}}
-    (tmp_path / "heads.json").write_text(json.dumps({"format": 1, "model": "", "levels": levels}))
+    for name in ("heads.json", "FILE"):
+        (tmp_path / name).write_text(json.dumps({"format": 1, "model": "", "levels": levels}))
     monkeypatch.chdir(tmp_path)
     for text in POLICY.findall(PAGES.get(page, README)):
         for spec in split_specs(text):
