@@ -16,7 +16,7 @@ from kvstrata.policy.trigger import Every
 def kvzap(
     budget: Budget | None = None,
     tau: float | None = None,
-    file: str = "mlp",
+    file: str = "linear",
     window: int = 128,
     sinks: int | None = None,
     recent: int | None = None,
@@ -25,7 +25,7 @@ def kvzap(
     """Keep what a surrogate, trained on KVzip+, gives a score of `tau` or more, and the newest tokens (KVzap).
 
     Each layer decides by itself when an entry leaves the window (arXiv:2601.07891, section 4; window of 128). With
-    `budget` all heads of all layers share it instead. `file` names the weights; "mlp" and "linear" are shipped.
+    `budget` all heads of all layers share it instead. `file` names the weights; "linear" and "mlp" are shipped.
     """
     if tau is not None and budget is not None:
         raise SpecError("give budget= (how much) or tau= (from which score on), not both")
@@ -39,7 +39,7 @@ def kvzap(
 @PRESETS.add("kvzap-layer")
 def kvzap_layer(
     budget: Budget = QUARTER,
-    file: str = "mlp",
+    file: str = "linear",
     window: int = 128,
     sinks: int | None = None,
     recent: int | None = None,
@@ -53,7 +53,7 @@ def kvzap_layer(
 @PRESETS.add("kvzap-head")
 def kvzap_head(
     budget: Budget = QUARTER,
-    file: str = "mlp",
+    file: str = "linear",
     window: int = 128,
     sinks: int | None = None,
     recent: int | None = None,

@@ -23,7 +23,7 @@ class Surrogate(Stateless):
     file: a folder with weights in the published format, a hub id, or the name of one that is shipped.
     """
 
-    file: str = "mlp"
+    file: str = "linear"
 
     @property
     def needs(self) -> frozenset[str]:
