@@ -155,6 +155,20 @@ def test_drafts_ask_once_they_are_taken():
         assert (scores(cache, 2) - expected).abs().max() <= 1e-4 * expected.max()
 
 
+@torch.no_grad()
+def test_a_prompt_that_comes_with_drafts_asks_without_those_taken_back():
+    ids, drafts = prompt(60), prompt(8, seed=4)
+    with kvstrata.compress(tiny(), ALL_STAY) as plain:
+        tiny()(ids, **kv(plain))
+        expected = scores(plain, 2)
+    with kvstrata.compress(tiny(), ALL_STAY) as cache:
+        cache.activate_past_recording()
+        tiny()(torch.cat([ids, drafts], dim=1), **kv(cache))
+        cache.crop(-8)
+        cache.layers[0].record_past = False
+        assert (scores(cache, 2) - expected).abs().max() <= 1e-4 * expected.max()
+
+
 def held(cache):
     return [sum(sum(row) for row in layer.store.lengths()) for layer in cache.strata.values()]
 

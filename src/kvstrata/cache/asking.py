@@ -18,7 +18,7 @@ from kvstrata.kernels.echo import Band, echo
 from kvstrata.policy.scorers.repeat import ASKED
 from kvstrata.store import Account, Bytes, LayerStore
 
-MANY = 64  # queries that wait at most in decoding
+MANY = 16  # queries that wait before they ask together
 LEAST_REST = 1e-6  # of a softmax, that what is left of it without the sinks counts as at least
 
 
@@ -45,6 +45,8 @@ class Asking:
         self.band, self._model, self._layer, self._account = band, model, layer, account
         self.queries: list[Tensor] = []
         self.lse: list[Tensor] = []
+        self.fresh: tuple[Tensor, Tensor] | None = None  # k and v of a forward before which nothing was stored
+        self._more = False  # whether some have not been looked at yet
 
     def hold(self, queries: list[Tensor], lse: list[Tensor]) -> None:
         """Let these wait and no others."""
@@ -52,19 +54,19 @@ class Asking:
         size = sum(t.nbytes for t in (*queries, *lse))
         self._account.set(("asking", self._layer), Bytes(0, size, size))
 
-    @property
-    def many(self) -> bool:
-        """Whether more wait than should."""
-        return any(q.shape[1] >= MANY for q in self.queries)
+    def take(self, q: Tensor, tokens: Sequence[int], lse: Tensor | None) -> bool:
+        """Add the last tokens[b] queries of each row of q [B, H*G, Q, D], and of lse [B, H*G, Q] where it is known.
 
-    def take(self, q: Tensor, tokens: Sequence[int], lse: Tensor | None) -> None:
-        """Add the last tokens[b] queries of each row of q [B, H*G, Q, D], and of lse [B, H*G, Q] where it is known."""
+        -> whether so many wait that they should ask.
+        """
         rows = [slice(q.shape[2] - n, None) for n in tokens]
         known = None if lse is None else [lse[row, :, new] for row, new in enumerate(rows)]
         self.add([q[row, :, new] for row, new in enumerate(rows)], known)
+        return any(waiting.shape[1] >= MANY for waiting in self.queries)
 
     def add(self, queries: Sequence[Tensor], lse: Sequence[Tensor] | None = None) -> None:
         """Add each row's newest queries [H*G, R, D], and their lse [H*G, R] where it is known."""
+        self._more = True
         unknown = [q.new_full(q.shape[:2], torch.nan, dtype=torch.float32) for q in queries] if lse is None else lse
         if not self.queries:
             self.hold(list(queries), list(unknown))
@@ -73,8 +75,8 @@ class Asking:
         self.hold(queries, [torch.cat(pair, dim=1) for pair in zip(self.lse, unknown, strict=True)])
 
     def note(self, store: LayerStore, seen: Sequence[int], softmax: Softmax) -> None:
-        """Ask, and write what comes of it into the column."""
-        if not self.queries:
+        """Ask, and write what comes of it into the column; nothing where no query has come since."""
+        if not self._more:
             return
         asked, column = self.ask(store, seen, softmax), store.column(ASKED.name)
         if column.shape[1] == 1:
@@ -105,7 +107,7 @@ class Asking:
 
     def keep_newest(self, lse: Sequence[Tensor]) -> None:
         """Of the queries, whose lse is known now, let those wait whose band is not complete."""
-        newest = max(0, self.band.high)
+        self.fresh, self._more, newest = None, False, max(0, self.band.high)
         self.hold(*([t[:, max(0, t.shape[1] - newest) :].clone() for t in part] for part in (self.queries, lse)))
 
     def _stretches(self, store: LayerStore, seen: Sequence[int]) -> Iterator[Stretch]:
@@ -113,10 +115,10 @@ class Asking:
         counts = {q.shape[1] for q in self.queries}
         before, sinks = max(0, -self.band.low), self.band.sinks
         if store.uniform and {store.width} == set(seen) and len(counts) == 1:  # nothing was dropped yet
-            block = next(store.blocks())
+            k, v = self.fresh or next((block.k, block.v) for block in store.blocks())
             first = max(0, store.width - counts.pop() - before)
-            k, v = block.k[:, :, first:], block.v[:, :, first:]
-            yield Stretch(block.rows, block.heads, k, v, block.k[:, :, :sinks], first)
+            everywhere = slice(0, store.batch_size), slice(0, store.num_kv_heads)
+            yield Stretch(*everywhere, k[:, :, first:], v[:, :, first:], k[:, :, :sinks], first)
             return
         position = store.column("position")
         for block in store.blocks(split_rows=True):
@@ -163,17 +165,20 @@ class Asking:
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Make row i a copy of what is row `rows[i]` now."""
+        self.fresh = None
         if self.queries:
             self.hold([self.queries[row] for row in rows], [self.lse[row] for row in rows])
 
     def crop(self, counts: Sequence[int]) -> None:
-        """Forget the newest counts[b] queries of each row."""
+        """Forget the newest counts[b] queries of each row, which may be tokens that have not been added."""
+        self.fresh = None
         if self.queries:
             parts = (zip(part, counts, strict=True) for part in (self.queries, self.lse))
             self.hold(*([t[:, : max(0, t.shape[1] - n)] for t, n in part] for part in parts))
 
     def reset(self) -> None:
         """Forget all."""
+        self.fresh, self._more = None, False
         self.hold([], [])
 
     def tensors(self) -> dict[str, Tensor]:
@@ -183,7 +188,7 @@ class Asking:
 
     def restore(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
         """Let those wait again that `tensors` gave."""
-        rows = range(len(tensors) // 2)
+        rows, self._more = range(len(tensors) // 2), True
         self.hold(*([tensors[f"{name}.{row}"].to(device) for row in rows] for name in ("queries", "lse")))
 
 

@@ -136,6 +136,8 @@ class Layer:
         said = self._model.said(rule, self.index, self.hidden, queries)
         self.store.stage(k, v, tokens, self.seen or [0] * batch, self.step, said)
         self.hidden = None
+        if self.asking:
+            self.asking.fresh = None if self.columns_fed else (k, v)
         if self.store.kernels == "exact":  # which sums in order of position, as an uncompressed cache does
             self.store.flush()
             self.store.sort()
@@ -186,10 +188,8 @@ class Layer:
         reduction = None if late or not reads else rule.scorer.mass
         done = self._attention(self.store, q, tokens, softmax, reduction, own, known)
         this = Pending(rule, self.step, queries, tokens, done.mass, softmax)
-        if self.asking and rule.scorer.asks:
-            self.asking.take(q, tokens, done.lse)
-            if queries > PREFILL_ABOVE or self.asking.many:
-                self.asking.note(self.store, self.seen, softmax)
+        if self.asking and rule.scorer.asks and self.asking.take(q, tokens, done.lse):
+            self.asking.note(self.store, self.seen, softmax)
         if mode.prefilling:
             self.observe(this, rule)
             self._pending = joined(self._pending, this, q, rule)
