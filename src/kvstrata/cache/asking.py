@@ -61,18 +61,17 @@ class Asking:
         """
         rows = [slice(q.shape[2] - n, None) for n in tokens]
         known = None if lse is None else [lse[row, :, new] for row, new in enumerate(rows)]
-        self.add([q[row, :, new] for row, new in enumerate(rows)], known)
-        return any(waiting.shape[1] >= MANY for waiting in self.queries)
+        return self.add([q[row, :, new] for row, new in enumerate(rows)], known)
 
-    def add(self, queries: Sequence[Tensor], lse: Sequence[Tensor] | None = None) -> None:
-        """Add each row's newest queries [H*G, R, D], and their lse [H*G, R] where it is known."""
+    def add(self, queries: Sequence[Tensor], lse: Sequence[Tensor] | None = None) -> bool:
+        """Add each row's newest queries [H*G, R, D], and their lse [H*G, R] where it is known; -> as `take`."""
         self._more = True
         unknown = [q.new_full(q.shape[:2], torch.nan, dtype=torch.float32) for q in queries] if lse is None else lse
-        if not self.queries:
-            self.hold(list(queries), list(unknown))
-            return
-        queries = [torch.cat(pair, dim=1) for pair in zip(self.queries, queries, strict=True)]
-        self.hold(queries, [torch.cat(pair, dim=1) for pair in zip(self.lse, unknown, strict=True)])
+        if self.queries:
+            queries = [torch.cat(pair, dim=1) for pair in zip(self.queries, queries, strict=True)]
+            unknown = [torch.cat(pair, dim=1) for pair in zip(self.lse, unknown, strict=True)]
+        self.hold(list(queries), list(unknown))
+        return any(waiting.shape[1] >= MANY for waiting in self.queries)
 
     def note(self, store: LayerStore, seen: Sequence[int], softmax: Softmax) -> None:
         """Ask, and write what comes of it into the column; nothing where no query has come since."""

@@ -257,8 +257,8 @@ class Layer:
         sure = self._mode.confidence_at(self.columns_fed) if rule.budget.needs else None
         if sure is None and rule.budget.needs:
             self.events.no_logits += 1
-        if self.asking and pending.draft and rule.scorer.asks:
-            self.asking.add(pending.queries)
+        if self.asking and pending.draft and rule.scorer.asks and self.asking.add(pending.queries) and pending.softmax:
+            self.asking.note(self.store, self.seen, pending.softmax)
         return pending, rule, sure
 
     def _due(self, rule: Rule, confidence: list[float] | None) -> list[tuple[int, ...]] | None:
