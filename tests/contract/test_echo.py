@@ -1,5 +1,6 @@
 """The scorer echo in a cache: its scores by the definition, however the tokens come, and what is kept by them."""
 
+import gc
 import json
 import math
 from fractions import Fraction
@@ -390,3 +391,122 @@ def test_a_file_of_shares_serves_any_policy_and_no_other_model(tmp_path):
     file.write_text(file.read_text().replace('"format": 1', '"format": 7'))
     with pytest.raises(SpecError, match="format 7"):
         kvstrata.policy.parse_policy(f"h2o:heads={file}")
+
+
+# -- rules of both phases, and what must not leak -------------------------------------------------------------------
+
+
+def table(prefill, decode):
+    return {"name": "two", "layers": {"0-": {"prefill": prefill, "decode": decode}}}
+
+
+def opened(tmp_path, prefill, decode):
+    (tmp_path / "two.yaml").write_text(json.dumps(table(prefill, decode)))
+    return kvstrata.compress(tiny(), tmp_path / "two.yaml")
+
+
+@torch.no_grad()
+def test_a_phase_without_echo_asks_for_the_other(tmp_path):
+    """Generated tokens are worth something when the next prompt comes; a prompt is when decoding must choose."""
+    ids = prompt(150)
+    with kvstrata.compress(tiny(), ALL_STAY) as cache:
+        feed(tiny(), ids, cache, [60])
+        expected = scores(cache, 0)
+    with opened(tmp_path, "echo-head:budget=100%", None) as cache:
+        feed(tiny(), ids, cache, [60])
+        feed(tiny(), prompt(30, seed=3), cache, [30])
+        assert (scores(cache, 0)[:, :130] - expected[:, :130]).abs().max() <= 1e-4 * expected.max()
+    with opened(tmp_path, "snapkv:budget=60%", "echo-head:budget=30%,window=8") as cache:
+        feed(tiny(), ids, cache, [120])
+        kept = [i for i in cache.entries(0) if 4 <= i < 100]
+        assert len(kept) > 10, "what the prompt was asked for decides, and not its age"
+
+
+@torch.no_grad()
+def test_a_small_prompt_budget_does_not_break_the_first_sums(tmp_path):
+    with opened(tmp_path, "snapkv:budget=20", "h2o:budget=20") as cache:
+        feed(tiny(), prompt(110), cache, [100])
+        assert len(cache.entries(0)) == 20
+
+
+@torch.no_grad()
+def test_rows_that_begin_with_pads_alone_fit_budgets_of_heads(tmp_path):
+    levels = {"0.25": {"kept": [[0.1, 0.4], [0.3, 0.2], [0.25, 0.25]], "tau": 0.0}}
+    (tmp_path / "heads.json").write_text(json.dumps({"format": 1, "model": "", "levels": levels}))
+    ids, mask = prompt(60, 2), torch.ones(2, 60, dtype=torch.long)
+    mask[0, :30] = 0
+    with kvstrata.compress(tiny(), f"h2o:budget=50%,heads={tmp_path / 'heads.json'}") as cache:
+        feed(tiny(), ids, cache, [20, 40], mask)
+        assert sum(sum(layer.store.lengths()[0]) for layer in cache.strata.values()) == 15 * 6
+
+
+@torch.no_grad()
+def test_copies_of_a_row_can_be_saved_and_dead_forks_leave_no_books(tmp_path):
+    with kvstrata.compress(tiny(), "echo:budget=40,window=8") as cache:
+        tiny()(prompt(90), **kv(cache))
+        books = len(cache.engine.arenas._accounts)
+        for _ in range(3):
+            twin = cache.fork()
+            tiny()(prompt(1), **kv(twin))
+            del twin
+        gc.collect()
+        assert len(cache.engine.arenas._accounts) == books
+        cache.batch_repeat_interleave(2)
+        cache.save(tmp_path)
+
+
+@torch.no_grad()
+def test_drafts_that_are_taken_do_not_pile_up():
+    with kvstrata.compress(tiny(), "echo:budget=100%") as cache:
+        tiny()(prompt(60), **kv(cache))
+        cache.activate_past_recording()
+        for i in range(40):
+            tiny()(prompt(5, seed=i), **kv(cache))
+            cache.crop(-1)
+        assert max(q.shape[1] for q in cache.strata[0].asking.queries) < 40
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("band", [{"low": 0, "high": 0}, {"low": 1, "high": 1}, {"low": -3, "high": -1}, {"sinks": 0}])
+def test_narrow_bands(band, tmp_path):
+    rule = {"scorer": {"echo": band}, "budget": "30%", "heads": "each", "sinks": 4, "recent": 8}
+    with opened(tmp_path, rule, rule) as cache:
+        feed(tiny(), prompt(90), cache, [70])
+        assert len(cache.entries(1)) == 27
+
+
+@torch.no_grad()
+def test_a_mix_with_unasked_entries_still_ranks_by_both(tmp_path):
+    parts = [{"weight": 0.9, "scorer": "echo"}, {"weight": 0.1, "scorer": "recency"}]
+    rule = {"scorer": {"mix": {"parts": parts}}, "budget": 30, "heads": "each", "recent": 4}
+    with opened(tmp_path, rule, None) as cache:
+        tiny()(prompt(90), **kv(cache))
+        assert min(cache.entries(0)) < 40, "not the newest alone"
+
+
+def test_mixes_that_cannot_work_are_refused(tmp_path):
+    parts = [{"weight": 0.5, "scorer": "echo"}, {"weight": 0.5, "scorer": "window-mass"}]
+    with (
+        pytest.raises(SpecError, match="cannot be mixed"),
+        opened(tmp_path, {"scorer": {"mix": {"parts": parts}}, "budget": 30, "heads": "each"}, None),
+    ):
+        pass
+
+
+@torch.no_grad()
+def test_a_base_model_s_forwards_are_counted_since_layers_chose_alone():
+    with kvstrata.compress(tiny(), "echo:budget=30,window=8") as cache:
+        tiny().model(prompt(90), **kv(cache))
+        tiny().model(prompt(1), **kv(cache))
+        assert cache.report().layers[0].no_logits
+        assert sum(held(cache)) <= 31 * 3 * 2
+
+
+@pytest.mark.parametrize("family", ["cohere2", "smollm3"])
+def test_families_with_layers_that_are_not_turned_are_refused(family):
+    config, model, sizes, _ = FAMILIES[family]
+    with (
+        pytest.raises(UnsupportedModelError, match="some of its layers have none"),
+        kvstrata.compress(build(config, model, frozen(sizes)), "echo"),
+    ):
+        pass

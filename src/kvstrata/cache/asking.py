@@ -87,9 +87,11 @@ class Asking:
 
         `seen` [B] counts the tokens of each row, of which the newest have the queries.
         """
-        known = self.lse
-        if any(bool(lse.isnan().any()) for lse in known):
-            known = lse_of(store, self.queries, softmax)
+        known, unknown = self.lse, [_from_first_nan(lse[0]) for lse in self.lse]
+        if any(unknown):
+            newest = [q[:, q.shape[1] - n :] for q, n in zip(self.queries, unknown, strict=True)]
+            parts = zip(known, unknown, lse_of(store, newest, softmax), strict=True)
+            known = [torch.cat([old[:, : old.shape[1] - n], new], dim=1) for old, n, new in parts]
         asked = torch.zeros(store.batch_size, store.num_kv_heads, store.width, device=self.queries[0].device)
         for stretch in self._stretches(store, seen):
             group = self.queries[0].shape[0] // store.num_kv_heads
@@ -183,12 +185,18 @@ class Asking:
     def tensors(self) -> dict[str, Tensor]:
         """What waits, by name, for files."""
         parts = {"queries": self.queries, "lse": self.lse}
-        return {f"{name}.{row}": t for name, rows in parts.items() for row, t in enumerate(rows)}
+        return {f"{name}.{row}": t.clone() for name, rows in parts.items() for row, t in enumerate(rows)}
 
     def restore(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
         """Let those wait again that `tensors` gave."""
         rows, self._more = range(len(tensors) // 2), True
         self.hold(*([tensors[f"{name}.{row}"].to(device) for row in rows] for name in ("queries", "lse")))
+
+
+def _from_first_nan(lse: Tensor) -> int:
+    """How many of lse [R] there are from the first NaN on."""
+    unknown = lse.isnan()
+    return len(lse) - int(unknown.int().argmax()) if bool(unknown.any()) else 0
 
 
 def _rest(q: Tensor, lse: Tensor, sinks: Tensor, turned: Tensor, first: int, softmax: Softmax) -> Tensor:

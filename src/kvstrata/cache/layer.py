@@ -1,9 +1,8 @@
 """One layer of the cache: its clock, its rules and its store.
 
-A forward is settled when attention ends: the new entries are appended, attention runs over what is stored, scorers
-observe, and where a rule is due its plan is applied. A forward waits where something is still missing: the step's
-logits, the verdict on drafts, or the end of a prompt that is fed in parts. It then settles when that comes, at the
-latest before the next forward.
+A forward is settled when attention ends: new entries are appended, attention runs over what is stored, scorers observe,
+and where a rule is due its plan is applied. It waits where something is still missing: the step's logits, other layers,
+the verdict on drafts, or the end of a prompt in parts; at the latest it settles before the next forward.
 """
 
 from __future__ import annotations
@@ -119,9 +118,8 @@ class Layer:
         `tokens[b]` counts the real tokens of each row, which stand last; None means all Q. Queries of pads give zeros.
         `past` [B, columns fed] bool is given when it hides past tokens that were stored (pads that a finished row
         got, say): they are dropped first. `own` [B, Q, Q] bool replaces causality among the tokens of this forward.
-        `out` is the result where another layer that holds the same has made it already.
-        Raises `InputError` when the forward does not fit what is stored, `SpecError` when a budget cannot be met by
-        this model; nothing of the forward is stored then.
+        `out` is the result where another layer that holds the same has made it already. Raises `InputError` when the
+        forward does not fit what is stored, `SpecError` when a budget cannot be met; nothing is stored then.
         """
         batch, queries = k.shape[0], k.shape[2]
         tokens = [queries] * batch if tokens is None else list(tokens)
@@ -133,7 +131,7 @@ class Layer:
         check_own(self._mode, own, rule, self.rules.values())
         if past is not None:
             self._hide(past)
-        said = self._model.said(rule, self.index, self.hidden, queries)
+        said = self._model.said(self.rules.values(), self.index, self.hidden, queries)
         self.store.stage(k, v, tokens, self.seen or [0] * batch, self.step, said)
         self.hidden = None
         if self.asking:
@@ -144,8 +142,6 @@ class Layer:
         self.fed.add(queries, tokens)
         out = self._forward(q, tokens, softmax, own, rule, out)
         if not self._mode.prefilling:
-            if later := seeded(self.rules, rule, self._mode):
-                self.observe(first_sums(later, self.step, q, tokens, softmax), later)
             self.step += 1
         return out
 
@@ -177,19 +173,21 @@ class Layer:
             unjudged = self.rules["prefill"] if queries > PREFILL_ABOVE else None
             draft = Pending(rule, self.step, queries, tokens, softmax=softmax, draft=True, unjudged=unjudged)
             out = self._attention(self.store, q, tokens, softmax, None, own, known).out
-            self._pending = drafted(self.store, draft, q)
+            self._pending = drafted(self.store, draft, q, self.asking is not None)
             return out
-        if rule is None:
-            return self._attention(self.store, q, tokens, softmax, None, own, known).out
-        waits = mode.prefilling or rule.at_step_end
-        limits = None if waits else self._due(rule, None)
-        reads = waits or limits is not None or (rule.observes and not rule.sampled)
-        late = mode.prefilling and not rule.scorer.columns
-        reduction = None if late or not reads else rule.scorer.mass
+        waits = mode.prefilling or (rule is not None and rule.at_step_end)
+        limits = None if waits or rule is None else self._due(rule, None)
+        reads = waits or limits is not None or (rule is not None and rule.observes and not rule.sampled)
+        late = rule is None or (mode.prefilling and not rule.scorer.columns)
+        reduction = None if rule is None or late or not reads else rule.scorer.mass
         done = self._attention(self.store, q, tokens, softmax, reduction, own, known)
-        this = Pending(rule, self.step, queries, tokens, done.mass, softmax)
-        if self.asking and rule.scorer.asks and self.asking.take(q, tokens, done.lse):
+        if self.asking and self.asking.take(q, tokens, done.lse):
             self.asking.note(self.store, self.seen, softmax)
+        if later := seeded(self.rules, rule, mode):
+            self.observe(first_sums(later, self.step, q, tokens, softmax), later)
+        if rule is None:
+            return done.out
+        this = Pending(rule, self.step, queries, tokens, done.mass, softmax)
         if mode.prefilling:
             self.observe(this, rule)
             self._pending = joined(self._pending, this, q, rule)
@@ -246,19 +244,20 @@ class Layer:
         """Let the rule of the forward that waits act, with the confidence that its logits gave, if they came."""
         if claim := self.claim():
             forward, rule, sure = claim
+            self.events.no_logits += rule.across  # else all layers would settle together
             self._settle(forward, rule, self._due(rule, sure))
 
     def claim(self) -> tuple[Pending, Rule, list[float] | None] | None:
         """Hand over the forward that waits, its rule and how sure the model was; None where nothing is to decide."""
         pending, self._pending = self._pending, None
+        if pending and pending.draft and self.asking and self.asking.add(pending.queries) and pending.softmax:
+            self.asking.note(self.store, self.seen, pending.softmax)
         if pending is None or pending.rule is None:
             return None
         rule = pending.rule
         sure = self._mode.confidence_at(self.columns_fed) if rule.budget.needs else None
         if sure is None and rule.budget.needs:
             self.events.no_logits += 1
-        if self.asking and pending.draft and rule.scorer.asks and self.asking.add(pending.queries) and pending.softmax:
-            self.asking.note(self.store, self.seen, pending.softmax)
         return pending, rule, sure
 
     def _due(self, rule: Rule, confidence: list[float] | None) -> list[tuple[int, ...]] | None:
@@ -301,16 +300,16 @@ class Layer:
         """Let the scorer keep something of a forward, once."""
         if rule.observes and not forward.observed:
             self._late_mass(forward, rule)
-            for name, value in rule.scorer.observe(self._signals(forward, rule, None)).items():
+            for name, value in rule.scorer.observe(self.signals(forward, rule, None)).items():
                 self.store.set_column(name, value)
             forward.observed = True
 
     def view(self, forward: Pending, rule: Rule, limits: list[tuple[int, ...]]) -> Signals:
         """What the rule sees when it acts after a forward."""
         self._late_mass(forward, rule)
-        if self.asking and rule.scorer.asks and forward.softmax:
+        if self.asking and forward.softmax:
             self.asking.note(self.store, self.seen, forward.softmax)
-        return self._signals(forward, rule, limits)
+        return self.signals(forward, rule, limits)
 
     def _late_mass(self, forward: Pending, rule: Rule) -> None:
         """Sum what the queries that were kept gave, where that was put off."""
@@ -336,7 +335,8 @@ class Layer:
                 self.events.lost, self.trusted = found, found < TOO_MUCH
         return rule if self.trusted is not False else replace(rule, tiers=rule.tiers.uncoded())
 
-    def _signals(self, forward: Pending, rule: Rule, limits: list[tuple[int, ...]] | None) -> Signals:
+    def signals(self, forward: Pending, rule: Rule, limits: list[tuple[int, ...]] | None) -> Signals:
+        """What is stored, with what a forward gave, as the rule sees it."""
         store = self.store
         position, valid = store.column("position"), store.valid()
         columns = {column.name: store.column(column.name) for column in rule.scorer.columns}
@@ -358,7 +358,7 @@ class Layer:
         self.events.evicted += self._drop(found)
 
     def _drop(self, gone: Tensor) -> int:
-        """Drop these entries [B, 1|H, N] and return how many slots that freed; the others stay where they are."""
+        """Drop these entries [B, 1|H, N], count the slots that freed; the others stay where they are."""
         tier = self.store.tier()
         stays = torch.full_like(gone, int(Tier.EXACT), dtype=torch.uint8) if tier is None else tier
         return self.store.apply(Plan(stays.masked_fill(gone, int(Tier.DROP))))

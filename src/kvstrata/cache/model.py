@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -28,16 +28,19 @@ class Model:
     outputs: Mapping[int, Tensor] = field(default_factory=dict[int, Tensor])
     surrogates: Mapping[str, SurrogateModel] = field(default_factory=dict[str, SurrogateModel])
 
-    def said(self, rule: Rule | None, layer: int, hidden: Tensor | None, queries: int) -> Mapping[str, Tensor]:
-        """What a surrogate says of a forward's entries, if the rule asks it, as a column [B, H, Q].
+    def said(
+        self, rules: Iterable[Rule | None], layer: int, hidden: Tensor | None, queries: int
+    ) -> Mapping[str, Tensor]:
+        """What a surrogate says of a forward's entries, if a rule of some phase asks it, as a column [B, H, Q].
 
         Raises `UnsupportedModelError` where the forward's hidden states [B, Q, hidden] did not come.
         """
-        if rule is None or not rule.scorer.surrogate:
+        file = next((rule.scorer.surrogate for rule in rules if rule and rule.scorer.surrogate), None)
+        if file is None:
             return {}
         if hidden is None or hidden.shape[1] != queries:
             raise UnsupportedModelError("this model calls attention without its hidden states, which kvzap reads")
-        return {WORTH.name: self.surrogates[rule.scorer.surrogate](layer, hidden)}
+        return {WORTH.name: self.surrogates[file](layer, hidden)}
 
 
 NOTHING = Model()

@@ -40,7 +40,7 @@ class LayerReport:
     evicted: int  # entries freed by plans and masks, over rows and heads, however often rows were copied since
     overruns: int  # plans whose protected tokens exceeded the budget
     nan_scores: int
-    no_logits: int  # forwards whose logits were needed and never came
+    no_logits: int  # forwards whose logits, or whose end, a rule waited for in vain
     asleep: int  # entries in the ledger of codes that attention does not read
     rescales: int  # times that a running grid grew, and its codes were rounded anew
     nonfinite: int  # numbers that were infinite or NaN when they were coded

@@ -68,7 +68,7 @@ class Events:
     overruns: int = 0  # plans whose protected tokens exceeded the budget
     nan_scores: Tensor | int = 0  # a tensor on the layer's device until the report reads it
     plans: int = 0
-    no_logits: int = 0  # forwards whose logits were needed and never came
+    no_logits: int = 0  # forwards whose logits, or whose end, a rule waited for in vain
     lost: float = 0.0  # squared error of coded keys over the variance of keys, as far as it was looked at
 
 

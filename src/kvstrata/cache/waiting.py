@@ -52,12 +52,15 @@ def first_sums(later: Rule, step: int, q: Tensor, tokens: list[int], softmax: So
     return Pending(later, step, q.shape[2], tokens, softmax=softmax, queries=newest)
 
 
-def drafted(store: LayerStore, this: Pending, q: Tensor) -> Pending:
-    """Keep of q [B, H*G, Q, D] what the verdict will leave: mass is made of the queries that remain then."""
+def drafted(store: LayerStore, this: Pending, q: Tensor, asks: bool) -> Pending:
+    """Keep of q [B, H*G, Q, D] what the verdict will leave: mass is made of the queries that remain then.
+
+    All of them where the layer `asks`.
+    """
     rules = [rule for rule in (this.rule, this.unjudged) if rule]
     reductions = {rule.scorer.mass for rule in rules if rule.scorer.mass}
     every = any(reduction.rows == ALL_ROWS for reduction in reductions)
-    asks, queries = any(rule.scorer.asks for rule in rules), q.shape[2]
+    queries = q.shape[2]
     if len(reductions) == 1 and every and not asks and queries > MOST_DRAFTS:  # no verdict reaches back further
         assert this.softmax is not None
         old = [q[row, :, queries - n : max(queries - n, queries - MOST_DRAFTS)] for row, n in enumerate(this.tokens)]

@@ -13,8 +13,9 @@ from statistics import mean
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from kvstrata.cache.step import Pending
 from kvstrata.core import InputError
 from kvstrata.files import whole
 from kvstrata.hf import StrataCache, compress
@@ -47,6 +48,7 @@ def calibrate_heads(
     scorer: str,
     documents: Sequence[Sequence[int]],
     levels: Sequence[Fraction],
+    tokenizer: PreTrainedTokenizerBase | None = None,
     tick: Callable[[], object] = lambda: None,
 ) -> dict[Fraction, Level]:
     """Read each document under the scorer's preset, once for all levels, and average what its heads keep."""
@@ -55,9 +57,12 @@ def calibrate_heads(
     lowest: dict[Fraction, list[float]] = {level: [] for level in policies}
     for ids in documents:
         with ExitStack() as stack:
-            caches = {level: stack.enter_context(compress(model, policy)) for level, policy in policies.items()}
-            read_together(model, list(caches.values()), torch.tensor(ids, device=model.device)[None])
-            for level, cache in caches.items():
+            opened = {
+                level: stack.enter_context(compress(model, policy, tokenizer=tokenizer))
+                for level, policy in policies.items()
+            }
+            read_together(model, list(opened.values()), torch.tensor(ids, device=model.device)[None])
+            for level, cache in opened.items():
                 lengths = [layer.store.lengths()[0] for layer in cache.strata.values()]
                 kept[level].append([[n / len(ids) for n in layer] for layer in lengths])
                 lowest[level].append(_lowest(cache, len(ids)))
@@ -71,11 +76,10 @@ def _lowest(cache: StrataCache, seen: int) -> float:
     for layer in cache.strata.values():
         rule = layer.rules["prefill"]
         assert rule is not None
-        position, valid = layer.store.column("position"), layer.store.valid()
-        scores = {column.name: layer.store.column(column.name) for column in rule.scorer.columns}
-        free = valid & ~rule.protected(position, valid, [seen], layer.limits(rule, None))
+        signals = layer.signals(Pending(rule, layer.step, 0, [0]), rule, layer.limits(rule, None))
+        free = signals.valid & ~signals.protected
         if bool(free.any()):
-            found = min(found, float(scores["asked"][free].log().min()))
+            found = min(found, float(rule.score(signals)[free].min()))
     return found
 
 

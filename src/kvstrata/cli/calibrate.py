@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, cast
 
 import typer
 from rich.console import Console
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvstrata.calibrate.construct import construct
 from kvstrata.calibrate.corpus import training_texts
@@ -24,6 +24,7 @@ from kvstrata.cli.tables import progress_bar
 from kvstrata.core import InputError
 from kvstrata.evaluate.texts import digest, read_text, stretches
 from kvstrata.files import whole
+from kvstrata.hf.compat import kv_shape, not_compressed, stock_layers, text_config
 from kvstrata.hf.files import identity
 from kvstrata.hf.framing import encode
 from kvstrata.hf.models import load_model
@@ -91,7 +92,7 @@ def heads(
     parts = _stretches(texts, tokenizer, documents, length)
     with progress_bar() as progress:
         task = progress.add_task("reading", total=len(parts))
-        found = calibrate_heads(loaded, scorer, parts, shares, lambda: progress.advance(task))
+        found = calibrate_heads(loaded, scorer, parts, shares, tokenizer, lambda: progress.advance(task))
     write_heads(out, loaded, scorer, texts, found)
     if as_json:
         print(json.dumps({f"{float(share):g}": asdict(level) for share, level in found.items()}))
@@ -120,6 +121,7 @@ def kvzap(
     """Train KVzap's surrogate on KVzip+ scores; a run that was stopped goes on where it was."""
     texts = _texts(text, data)
     loaded, tokenizer = load_model(model, dtype, device, Console(stderr=True))
+    _whole(loaded)
     parts = _stretches(texts, tokenizer, documents, length)
     about: dict[str, object] = {
         "model": identity(loaded),
@@ -172,9 +174,12 @@ def polykv(
     for name in names:
         pattern_rule(name, budget)
     asked = Asked(names, budget, ("prefill", "decode") if decode else ("prefill",))
+    if decode and "ppl" in (signal, allocation):
+        raise InputError("nats lost are measured for prompts only: with --decode take cosine, and another --allocate")
     wanted = ["cosine", "ppl"] if "ppl" in (signal, allocation) else ["cosine"]
     texts = _texts(text, data)
     loaded, tokenizer = load_model(model, dtype, device, Console(stderr=True))
+    _whole(loaded)
     parts = _stretches(texts, tokenizer, documents, length + continuation)
     read = [{"name": name, "sha256": digest(content)} for name, content in texts.items()]
     about: dict[str, object] = {"model": identity(loaded), "data": read, "asked": asdict(asked) | {"of": documents}}
@@ -202,6 +207,13 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, list):
         return [_rounded(item) for item in cast("list[Any]", value)]
     return float(f"{value:.5g}")
+
+
+def _whole(model: PreTrainedModel) -> None:
+    """Raise `InputError` where some layers have no keys of their own to keep: the files count all layers."""
+    config = text_config(model)
+    if not_compressed(config, stock_layers(config)) or kv_shape(config) is None:
+        raise InputError(f"{type(model).__name__} has layers that are not compressed, for which this is not built yet")
 
 
 def _same_pairs(file: Path, about: dict[str, object]) -> None:

@@ -27,6 +27,7 @@ from kvstrata.hf import StrataCache, compress
 from kvstrata.hf.compat import CACHE_KEYWORD
 from kvstrata.hf.models import load_model
 from kvstrata.policy import Policy, parse_policy
+from kvstrata.policy.shares import ByHead
 from kvstrata.policy.spec import names_budget, split_specs
 
 TAIL = 2000  # characters of the text that the live view shows
@@ -95,7 +96,9 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool) -> Tensor
 def _compared(policy: str, compare: str) -> list[tuple[str, Policy]]:
     """Policies to compare; one that names no budget takes that of --policy."""
     first = parse_policy(policy)
-    budgets = [rule.budget for entry in first.table for rule in (entry.prefill, entry.decode) if rule]
+    rules = [rule for entry in first.table for rule in (entry.prefill, entry.decode) if rule]
+    budgets = [rule.budget.base if isinstance(rule.budget, ByHead) else rule.budget for rule in rules]
+    budgets = [budget for budget in budgets if budget.threshold is None]  # a score says nothing of others
     found: list[tuple[str, Policy]] = []
     for spec in split_specs(compare):
         other = parse_policy(spec)

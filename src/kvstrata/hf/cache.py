@@ -44,7 +44,7 @@ class StrataLayer(CacheLayerMixin):
 
     def __init__(self, layer: Layer, engine: PolicyCache, kin: Kin) -> None:
         super().__init__()
-        self.layer, self._engine, self._kin = layer, engine, kin
+        self.layer, self._engine, self.kin = layer, engine, kin
 
     @property
     def record_past(self) -> bool:
@@ -64,7 +64,7 @@ class StrataLayer(CacheLayerMixin):
     @compat.not_compiled
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Tensor]:
         """Hand over keys and values [B, H, Q, D]; they are stored when attention runs."""
-        if not self._kin.is_open:
+        if not self.kin.is_open:
             raise KvstrataError("this cache's compress() block has ended: run the model inside the block")
         return Handoff(self.layer, key_states), value_states
 
@@ -117,7 +117,7 @@ class StrataCache(Cache):
         if not ours:
             kinds = ", ".join(sorted(set(self.passed_through.values())))
             raise UnsupportedModelError(f"{type(model).__name__} has no full-attention layer to compress, only {kinds}")
-        if policy.models and any(known != identity(model) for known in policy.models):
+        if policy.models and any(known not in ("", identity(model)) for known in policy.models):
             raise SpecError("this policy was calibrated on another model: calibrate it on this one")
         self.engine = PolicyCache(policy, ours, kernels, parts_for(policy, model, ours))
         if shape := compat.kv_shape(config):  # so that a budget that cannot be met is refused here already

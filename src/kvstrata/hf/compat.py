@@ -37,6 +37,10 @@ REFUSED_FAMILIES = {
 }
 
 
+# families that turn keys in their sliding layers only
+UNTURNED = ("cohere2", "exaone4", "exaone_moe")
+
+
 def not_compiled(function: F) -> F:
     """The same function, at which `torch.compile` breaks a graph: what it does depends on what is stored."""
     return cast(F, torch.compiler.disable(function))
@@ -155,6 +159,12 @@ def kv_shape(config: PretrainedConfig) -> tuple[int, int] | None:
     heads: int = option(config, "num_key_value_heads") or query_heads
     dim: int = option(config, "head_dim") or (config.hidden_size // query_heads if query_heads else 0)
     return (heads, dim) if heads and dim else None
+
+
+def some_unturned(config: PretrainedConfig) -> bool:
+    """Whether some full-attention layers have no rotary positions while others have."""
+    kept = option(config, "no_rope_layers")  # 1 where a layer has them
+    return config.model_type in UNTURNED or (isinstance(kept, list) and not all(cast("list[int]", kept)))
 
 
 def query_group(config: PretrainedConfig, num_kv_heads: int) -> int:

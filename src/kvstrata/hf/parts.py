@@ -52,7 +52,8 @@ def surrogate_of(file: str, model: PreTrainedModel) -> SurrogateModel:
     known = found.config.get("model")
     if known is not None and known != identity(model):
         raise SpecError(f"surrogate {file!r} was trained on another model of this shape: train one on this model")
-    return found
+    on = [tuple(w.to(model.device, torch.float32) for w in layer) for layer in found.layers]  # once
+    return SurrogateModel(tuple(on), found.config)
 
 
 def _fetched(name: str) -> Path:

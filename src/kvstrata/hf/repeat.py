@@ -155,5 +155,6 @@ def note_repetition(
                 for kind, column in enumerate((REPEATED, REPEATED_PLUS)):
                     if column.name in {c.name for c in layer.store.columns}:
                         whole = layer.store.column(column.name).clone()
-                        whole[row, :, : len(own)] = found[kind]
+                        shared = whole.shape[1] < found.shape[1]
+                        whole[row, :, : len(own)] = found[kind].amax(dim=0, keepdim=True) if shared else found[kind]
                         layer.store.set_column(column.name, whole)

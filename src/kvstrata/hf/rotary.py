@@ -49,6 +49,8 @@ def turn_of(model: PreTrainedModel) -> Callable[[Tensor, int], Tensor]:
 
 def _found(model: PreTrainedModel, what: str) -> tuple[Any, str]:
     """The module with the angles of full-attention layers, and the name of its frequencies."""
+    if compat.some_unturned(compat.text_config(model)):
+        raise UnsupportedModelError(f"{type(model).__name__}: {what}, but some of its layers have none")
     names = ("full_attention_inv_freq", "inv_freq")
     found = [(cast(Any, m), name) for m in model.modules() for name in names if hasattr(m, name)]
     if not found:

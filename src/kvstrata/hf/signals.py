@@ -71,7 +71,10 @@ def hidden_to(cache: StrataCache, model: PreTrainedModel) -> Generator[None]:
     def note(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         index = cast(int, module.layer_idx)
         for value in (*args, *kwargs.values()):
-            if isinstance(value, Cache) and isinstance(layer := value.layers[index], StrataLayer):
+            if not isinstance(value, Cache) or index >= len(value.layers):
+                continue
+            layer = value.layers[index]
+            if isinstance(layer, StrataLayer) and layer.kin is cache.kin:
                 layer.layer.hidden = kwargs.get("hidden_states", args[0] if args else None)
 
     handles = [module.register_forward_pre_hook(note, with_kwargs=True) for module in attention_modules(model)]

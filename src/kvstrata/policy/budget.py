@@ -202,6 +202,10 @@ class Above(_Flat):
         """All that were seen: nothing but the score limits."""
         return (max(1, seen),)
 
+    def around(self, mean: Budget) -> Above:
+        """Itself: a score has no mean."""
+        return self
+
     def scaled(self, factor: Fraction) -> Above:
         """Itself: a score has no size."""
         return self

@@ -80,7 +80,12 @@ class Rule:
     @property
     def at_step_end(self) -> bool:
         """Whether it can act only when the forward has ended: with the step's logits, or over all layers."""
-        return bool(self.budget.needs) or self.across
+        return bool(self.budget.needs) or self.ends
+
+    @property
+    def ends(self) -> bool:
+        """Whether it waits for the end of the forward and not for logits: for other layers, or for a repetition."""
+        return self.across or "repetition" in self.scorer.needs
 
     def limits(self, seen: list[int], confidence: list[float] | None, shape: LayerShape) -> list[tuple[int, ...]]:
         """Entries each row may keep: one number per row, or one per head. Confidence counts as 0 where unknown."""
@@ -243,8 +248,8 @@ class Policy:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Every optional signal that some rule of the policy reads; "end" where one acts on all layers at once."""
-        end = {"end"} if self.across else set[str]()
+        """Every optional signal that some rule of the policy reads; "end" where one waits for a forward's end."""
+        end = {"end"} if any(rule.ends for rule in self._every_rule()) else set[str]()
         return frozenset(end).union(*(rule.needs for rule in self._every_rule()))
 
     @property

@@ -18,7 +18,7 @@ FORMAT = 1  # of the files
 Kept = tuple[tuple[float, ...], ...]  # [L][H], layers counted over the compressed ones
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # so that looking one up in a cache takes no time
 class Shares:
     """What each head kept of a text at some shares kept over all heads, lowest first, and of which model."""
 
@@ -97,7 +97,7 @@ class ByHead:
 
     def around(self, mean: Budget) -> ByHead:
         """The same shares of another mean."""
-        return ByHead(self.base.around(mean), self.shares)
+        return ByHead(self.base.around(mean.base if isinstance(mean, ByHead) else mean), self.shares)
 
     def scaled(self, factor: Fraction) -> ByHead:
         """The mean scaled."""
@@ -110,11 +110,13 @@ def shared_out(shares: Shares, mean: int, seen: int) -> tuple[tuple[int, ...], .
 
     Proportional to the shares as far as that goes; what rounding leaves goes to the largest remainders.
     """
+    if seen < 1:
+        return tuple((1,) * len(layer) for layer in shares.levels[0][1])
     kept = shares.at(mean / seen)
     flat = [share for layer in kept for share in layer]
     total = mean * len(flat)
     low, high = 0.0, seen / min(flat)
-    for _ in range(60):
+    for _ in range(40):
         middle = (low + high) / 2
         low, high = (middle, high) if sum(_bounded(middle * s, seen) for s in flat) < total else (low, middle)
     ideal = [_bounded(high * s, seen) for s in flat]

@@ -140,6 +140,8 @@ def _preset(name: str, options: Table) -> Policy:
     beside = {key: value for key, value in options.items() if key not in (*own, HEADS)}
     policy = _build(where, make, {key: value for key, value in options.items() if key in own})
     if HEADS in options and HEADS not in own:
+        if policy.name == "full":
+            raise SpecError("heads=FILE shares a budget out, and full has none: take another policy with it")
         policy = policy.with_heads(read_shares(Path(str(options[HEADS]))))
     tiers = _tiers(beside, where)
     if isinstance(tiers, ByAge) and (policy.routes or policy.only_codes):
@@ -183,6 +185,8 @@ def _row(layers: str, value: object) -> LayerRange:
 def _phase(value: object, phase: Phase, layers: str) -> Rule | None:
     if value is None:
         return None
+    if isinstance(value, str) and value.strip().startswith(STRATEGY):
+        raise SpecError(f"layers {layers}: {value!r} is a policy for all layers, not a rule for some")
     if isinstance(value, str):
         return parse_policy(value).rule(0, phase)
     return _rule(_table(value, f"layers {layers}, {phase}"), f"layers {layers}, {phase}")

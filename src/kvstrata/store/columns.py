@@ -65,8 +65,10 @@ class Columns:
                         tail.fill_(first[row] if name == POSITION.name else step if name == STEP.name else 0)
 
     def put_newest(self, name: str, lengths: Sequence[Sequence[int]], tokens: Sequence[int], values: Tensor) -> None:
-        """Write the last tokens[b] of values [B, 1|H, Q] to the newest places of every segment."""
+        """Write the last tokens[b] of values [B, H, Q] to the newest places of each segment; means where heads share."""
         column = self.data[name]
+        if column.shape[1] < values.shape[1]:  # heads that keep the same tokens
+            values = values.mean(dim=1, keepdim=True)
         for row, new in enumerate(tokens):
             for head, end in enumerate(lengths[row]):
                 column[row, head, end - new : end] = values[row, head, values.shape[2] - new :]

@@ -75,7 +75,7 @@ class LayerStore:
         """Give pages back and leave, since other caches may live in the same arenas."""
         if getattr(self, "exact", None) is not None and self._arenas.shared:
             self.reset()
-            if not self._account.now.held:  # the last of its cache
+            if not any(size.held for part, size in self._account.parts.items() if isinstance(part, int)):  # the last
                 self._arenas.leave(self._account)
 
     # -- size ---------------------------------------------------------------------------------------------------

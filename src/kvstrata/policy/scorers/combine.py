@@ -37,6 +37,9 @@ class Mix:
             raise SpecError("mix needs at least one part")
         if len({part.scorer.mass for part in self.parts if part.scorer.mass}) > 1:
             raise SpecError("the parts of a mix must sum attention in the same way: give at most one such scorer")
+        kinds = [(bool(part.scorer.columns), part.scorer.mass is not None) for part in self.parts]
+        if (False, True) in kinds and any(keeps for keeps, _ in kinds):
+            raise SpecError("a scorer that keeps numbers cannot be mixed with one that reads one forward's attention")
         if len({part.scorer.asks for part in self.parts if part.scorer.asks}) > 1:
             raise SpecError("the parts of a mix must ask in the same way: give at most one echo")
 
@@ -76,9 +79,10 @@ class Mix:
 
 
 def _unit(z: Tensor, candidates: Tensor) -> Tensor:
-    """Bring z [B, 1|H, N] to 0 .. 1 over the candidates; NaN stays NaN and does not move the others."""
-    counted = candidates & ~z.isnan()
+    """Bring z [B, 1|H, N] to 0 .. 1 over the candidates; NaN stays NaN, and infinities move no others."""
+    counted = candidates & z.isfinite()
     low = z.masked_fill(~counted, torch.inf).amin(dim=-1, keepdim=True)
     span = z.masked_fill(~counted, -torch.inf).amax(dim=-1, keepdim=True) - low
     flat = (span <= 0) | ~span.isfinite()
-    return torch.where(flat & ~z.isnan(), 0.0, (z - low) / span)
+    unit = torch.where(flat & z.isfinite(), 0.0, ((z - low) / span).clamp(0.0, 1.0))
+    return torch.where(z.isinf(), (z > 0).to(unit.dtype), unit)
