@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The strategies that are shipped, and the table of docs/results.md, "PolyKV".
+# Strategies for the demo model at three mean budgets, and one of them against single patterns.
 #
 #   benchmarks/polykv.sh FOLDER DATA     DATA: see docs/data.md
 set -euo pipefail

@@ -22,7 +22,6 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from importlib.resources import files
 from math import isfinite
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args, get_type_hints
@@ -70,18 +69,11 @@ def parse_policy(spec: Policy | str | Path) -> Policy:
     if isinstance(spec, Policy):
         return spec
     if isinstance(spec, str) and spec.strip().startswith(STRATEGY):
-        return read_strategy(_strategy_file(spec.strip().removeprefix(STRATEGY))).policy()
+        return read_strategy(Path(spec.strip().removeprefix(STRATEGY))).policy()
     if isinstance(spec, Path) or spec.endswith((".yaml", ".yml")):
         return read_policy(Path(spec))
     name, _, options = spec.strip().partition(":")
     return _preset(name, _options(options))
-
-
-def _strategy_file(name: str) -> Path:
-    """A strategy's file: its path, or the mean budget of one that is shipped."""
-    if name in SHIPPED:
-        return Path(str(files("kvstrata.policy").joinpath("assets", f"polykv-{name}-smollm2-135m-instruct.yaml")))
-    return Path(name)
 
 
 def names_budget(spec: str) -> bool:
@@ -129,7 +121,6 @@ def read_policy(path: Path) -> Policy:
 
 TIERING = ("codec", "exact", "group", "key_space")  # options of every preset and rule
 STRATEGY = "polykv:"  # before the file of a strategy
-SHIPPED = ("128", "256", "512")  # mean budgets of strategies for the demo model
 HEADS = "heads"  # of every preset that has no such option of its own: a file of kvstrata calibrate heads
 
 
