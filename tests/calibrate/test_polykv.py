@@ -222,7 +222,7 @@ def test_a_decode_pattern_begins_with_what_the_prompt_s_last_queries_gave(tmp_pa
         store = cache.strata[1].store
         sums = store.column("mass")[0, 0][store.valid()[0, 0]]
         assert len(sums) == 40
-        assert float(sums.sum()) == pytest.approx(32, rel=1e-3), "32 queries give one each, over what is left"
+        assert 8 < float(sums.sum()) < 32, "32 queries gave one each, a part of it to what is left"
         feed(tiny(), torch.tensor([MORE]), cache, [])
         assert len(cache.entries(1)) == 40
     plain = "h2o:budget=40"

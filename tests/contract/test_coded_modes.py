@@ -22,6 +22,10 @@ CODED = {
     "turned": "tova:budget=60%,codec=k4v2,exact=8",
 }
 each = pytest.mark.parametrize("policy", CODED.values(), ids=CODED)
+LONG = ("plus", "before", "turned")  # whose kinds of tiers the others have too
+some = pytest.mark.parametrize(
+    "policy", [pytest.param(p, marks=pytest.mark.slow if n in LONG else ()) for n, p in CODED.items()], ids=CODED
+)
 
 
 def stored(cache, row):
@@ -29,7 +33,7 @@ def stored(cache, row):
 
 
 @torch.no_grad()
-@each
+@some
 def test_a_padded_row_is_what_it_is_alone(policy):
     long, short = prompt(190), prompt(150, seed=2)
     ids = torch.cat([long, torch.cat([torch.zeros(1, 40, dtype=torch.long), short], dim=1)])
@@ -62,7 +66,7 @@ def test_a_prompt_in_parts_is_the_prompt_at_once(policy):
 
 
 @torch.no_grad()
-@each
+@some
 def test_chunks_turns_and_generate_run(policy):
     ids = prompt(160, 2)
     with kvstrata.compress(tiny(), policy, kernels="reference") as cache:
@@ -78,7 +82,7 @@ def test_chunks_turns_and_generate_run(policy):
 
 
 @torch.no_grad()
-@each
+@some
 def test_every_beam_is_a_run_that_never_branched(policy):
     ids = prompt(130)
     with kvstrata.compress(tiny(), policy, kernels="reference") as cache:

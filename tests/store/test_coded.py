@@ -122,7 +122,8 @@ class Model(RuleBasedStateMachine):
         k, v = (torch.randn(len(self.rows), HEADS, queries, DIM, generator=draw) for _ in range(2))
         tokens, first = [queries] * len(self.rows), [self.fed] * len(self.rows)
         self.store.stage(k, v, tokens, first, 0)
-        out, mass = attend_stored(self.store, q, tokens, Softmax(0.25), Reduction(2), None)
+        done = attend_stored(self.store, q, tokens, Softmax(0.25), Reduction(2), None)
+        out, mass = done.out, done.mass
         for b, row in enumerate(self.rows):
             for h, held in enumerate(row):
                 held.update({self.fed + i: (Tier.EXACT, k[b, h, i], v[b, h, i]) for i in range(queries)})

@@ -243,7 +243,8 @@ class Model(RuleBasedStateMachine):
         k, v = (torch.randn(len(self.rows), HEADS, queries, DIM, generator=draw) for _ in range(2))
         tokens = [queries] * len(self.rows)
         self.store.stage(k, v, tokens, [self.fed] * len(self.rows), 0)
-        out, mass = attend_stored(self.store, q, tokens, Softmax(0.25), Reduction(2), None)
+        done = attend_stored(self.store, q, tokens, Softmax(0.25), Reduction(2), None)
+        out, mass = done.out, done.mass
         self._took(k, v)
         position, valid = self.store.column("position"), self.store.valid()
         for b, row in enumerate(self.rows):

@@ -65,7 +65,7 @@ class Columns:
                         tail.fill_(first[row] if name == POSITION.name else step if name == STEP.name else 0)
 
     def put_newest(self, name: str, lengths: Sequence[Sequence[int]], tokens: Sequence[int], values: Tensor) -> None:
-        """Write the last tokens[b] of values [B, H, Q] to the newest places of each segment; means where heads share."""
+        """Write the last tokens[b] of values [B, H, Q] to each segment's newest places; means where heads share."""
         column = self.data[name]
         if column.shape[1] < values.shape[1]:  # heads that keep the same tokens
             values = values.mean(dim=1, keepdim=True)
