@@ -2,7 +2,7 @@
 
 from kvstrata._version import __version__
 from kvstrata.core import InputError, KvstrataError, SpecError, UnsupportedModelError
-from kvstrata.hf import compress
+from kvstrata.hf import compress, prefill
 from kvstrata.policy import LayerRange, Policy, Rule, parse_policy
 
 __all__ = [
@@ -16,4 +16,5 @@ __all__ = [
     "__version__",
     "compress",
     "parse_policy",
+    "prefill",
 ]

@@ -246,6 +246,21 @@ def test_generate_under_the_oracle(name):
             assert [other.entries(1, 0, h) for h in (0, 1)] == [cache.entries(1, 1, h) for h in (0, 1)]
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("policy", ["kvzip+:budget=30%", "h2o:budget=30%", "echo:budget=30%"])
+def test_a_prefilled_cache_goes_on_as_one_that_read_the_prompt_itself(policy):
+    ids, more = prompt(80, 2), prompt(5, 2, seed=7)
+    with kvstrata.prefill(tiny(), ids, policy, tokenizer=Tokenizer()) as cache:
+        assert cache.get_seq_length() == 80
+        assert cache.report().layers[0].evicted
+        got = tiny().generate(torch.cat([ids, more], dim=1), **kv(cache), max_new_tokens=8, do_sample=False)
+    with kvstrata.compress(tiny(), policy, tokenizer=Tokenizer()) as cache:
+        tiny()(ids, **kv(cache))
+        assert torch.equal(
+            got, tiny().generate(torch.cat([ids, more], dim=1), **kv(cache), max_new_tokens=8, do_sample=False)
+        )
+
+
 def test_without_a_tokenizer_the_oracle_is_refused_by_name():
     with pytest.raises(SpecError, match=r"'kvzip' has the model repeat its prompt: pass compress\(tokenizer"):
         kvstrata.compress(tiny(), "kvzip").__enter__()

@@ -6,6 +6,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvstrata.core import SpecError
@@ -14,10 +15,11 @@ from kvstrata.hf.attention import attached
 from kvstrata.hf.cache import SignalLogits, StrataCache
 from kvstrata.hf.repeat import request_of
 from kvstrata.hf.signals import forwards_of, hidden_to
+from kvstrata.hf.together import read_together
 from kvstrata.kernels.attention import KERNELS, KernelName
 from kvstrata.policy import Policy, parse_policy
 
-__all__ = ["SignalLogits", "StrataCache", "compress"]
+__all__ = ["SignalLogits", "StrataCache", "compress", "prefill"]
 
 
 @contextmanager
@@ -54,3 +56,23 @@ def compress(
             yield cache
         finally:
             cache.close()
+
+
+@contextmanager
+def prefill(
+    model: PreTrainedModel,
+    ids: Tensor,
+    policy: Policy | str | Path,
+    *,
+    attention_mask: Tensor | None = None,
+    kernels: KernelName = "auto",
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> Generator[StrataCache]:
+    """Open a cache that has read the prompts ids [B, T] already, pads first, and holds what the policy left of them.
+
+    Go on with `model.generate(ids and more, past_key_values=cache)` inside the block: at least one token must follow.
+    Everything else as `compress`.
+    """
+    with compress(model, policy, kernels=kernels, tokenizer=tokenizer) as cache:
+        read_together(model, [cache], ids, attention_mask)
+        yield cache
