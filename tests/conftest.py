@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import zlib
 
 # before torch loads OpenMP: threads that spin while they wait make small operators ten times slower on a busy machine
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -114,3 +115,10 @@ def poisoned_memory(monkeypatch):
     for name in ("stage", "apply", "select_rows"):
         monkeypatch.setattr(LayerStore, name, poisoned(getattr(LayerStore, name)))
     monkeypatch.setattr(Arena, "give", poisoned_give(Arena.give))
+
+
+def pytest_collection_modifyitems(items):
+    """Of a test marked thin(n) about one case in n runs with the others, always the same; the rest are slow ones."""
+    for item in items:
+        if (mark := item.get_closest_marker("thin")) and zlib.crc32(item.name.encode()) % mark.args[0]:
+            item.add_marker(pytest.mark.slow)

@@ -76,6 +76,7 @@ MODES = {
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", [*ALL, TWO_LEVELS])
+@pytest.mark.thin(2)
 def test_assisted_decoding_equals_a_masked_replay_of_the_same_schedule(name, mode, monkeypatch):
     model = tiny()
     ids = torch.cat([prompt(20), prompt(20)], 1)  # a prompt that repeats itself, so that lookup finds drafts

@@ -51,6 +51,7 @@ def test_a_padded_row_is_what_it_is_alone(policy):
 
 @torch.no_grad()
 @each
+@pytest.mark.thin(2)
 def test_a_prompt_in_parts_is_the_prompt_at_once(policy):
     ids = prompt(180)
     with kvstrata.compress(tiny(), policy, kernels="reference") as cache:
@@ -104,6 +105,7 @@ def test_every_beam_is_a_run_that_never_branched(policy):
 @torch.no_grad()
 @each
 @pytest.mark.parametrize("rejected", [5, 2])
+@pytest.mark.thin(2)
 def test_a_draft_that_is_taken_back_leaves_no_trace(policy, rejected):
     ids, drafts = prompt(150), prompt(5, seed=11)
     with kvstrata.compress(tiny(), policy, kernels="reference") as cache:

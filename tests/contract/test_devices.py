@@ -35,6 +35,7 @@ def moved(args, kwargs, device):
 
 
 @pytest.mark.parametrize("name", ALL)
+@pytest.mark.thin(2)
 def test_layers_on_two_devices_give_the_logits_of_one(name):
     ids, mask = prompt(46, 2), torch.ones(2, 46, dtype=torch.long)
     mask[0, :9] = 0

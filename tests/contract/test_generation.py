@@ -20,6 +20,7 @@ def alone(name, sequence, prompt_length):
 
 
 @pytest.mark.parametrize("name", [*ALL, TWO_LEVELS])
+@pytest.mark.thin(2)
 def test_every_beam_is_scored_as_if_it_ran_alone(name):
     """A beam's history is its own: its score is the sum of log-probabilities of a run that never branched."""
     model, ids = tiny(), prompt(30, 2)
@@ -43,6 +44,7 @@ def test_every_beam_is_scored_as_if_it_ran_alone(name):
 
 
 @pytest.mark.parametrize("name", [*ALL, TWO_LEVELS])
+@pytest.mark.thin(2)
 def test_sampled_sequences_of_one_prompt_do_not_mix(name):
     model, ids = tiny(), prompt(30)
     with kvstrata.compress(model, spec(name, BUDGET)) as cache:
@@ -95,6 +97,7 @@ def test_rows_may_be_reordered_repeated_and_selected(name):
 
 @pytest.mark.parametrize("chunks", [(17, 23), (7, 33), (20, 10, 10)], ids=str)
 @pytest.mark.parametrize("name", ALL)
+@pytest.mark.thin(2)
 def test_a_prompt_in_parts_inside_prefilling_is_as_good_as_one_shot(name, chunks):
     model, ids = tiny(), prompt(50)
     with kvstrata.compress(model, spec(name, BUDGET)) as whole:

@@ -62,6 +62,7 @@ def compressed(model, ids, policy):
 @torch.no_grad()
 @pytest.mark.parametrize("budget", [12, "25%"])
 @pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.thin(2)
 def test_compaction_equals_masking(name, budget):
     model, ids = tiny(), prompt(sum(CHUNKS), 2)
     logits, schedule = compressed(model, ids, spec(name, budget))

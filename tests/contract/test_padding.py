@@ -21,6 +21,7 @@ def padded_batch(new: int):
 
 @pytest.mark.parametrize("budget", [8, "25%"])
 @pytest.mark.parametrize("name", [*ALL, TWO_LEVELS])
+@pytest.mark.thin(2)
 def test_a_padded_row_equals_the_row_alone(name, budget):
     model = tiny()
     ids, mask, rows = padded_batch(new=10)

@@ -70,6 +70,7 @@ def test_two_turns_equal_one_long_run_at_full_budget():
 
 @pytest.mark.parametrize("chunk", [7, 16, 17, 40])
 @pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.thin(2)
 def test_chunked_prefill_never_stores_more_than_budget_and_chunk(name, chunk):
     model, ids, budget = tiny(), prompt(120), 20
     most = 0
@@ -118,6 +119,7 @@ def test_prefill_chunk_size_of_generate_is_feeding_in_chunks(name):
 
 
 @pytest.mark.parametrize("name", ALL)
+@pytest.mark.thin(2)
 def test_logical_length_is_what_was_fed(name):
     model, ids = tiny(), prompt(60)
     with kvstrata.compress(model, spec(name, 12)) as cache:
@@ -167,6 +169,7 @@ def test_sinks_and_recent_tokens_are_kept_at_every_step(text, sinks, recent):
 
 @pytest.mark.parametrize("length", range(1, 6))
 @pytest.mark.parametrize("name", ALL)
+@pytest.mark.thin(2)
 def test_prompts_of_one_to_five_tokens(name, length):
     model = tiny()
     for budget in (1, 2, "10%", "99%"):

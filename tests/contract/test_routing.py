@@ -29,11 +29,12 @@ def walk(policy, ids, prompt_tokens, kernels="auto", model=None):
 
 
 @pytest.mark.parametrize(("budget", "options"), CASES)
+@pytest.mark.thin(2)
 def test_bytes_hold_at_every_one_of_500_steps(budget, options):
     """Grids, columns, frames and sleeping codes included; the bytes are a share of what the full cache would have."""
     ids = prompt(1100, 1)
     coded = woken = overruns = 0
-    steps = 500 if (budget, options) == ("20%", "") else 60
+    steps = 500 if (budget, options) == ("20%", "") else 120
     for cache in walk(f"qevict:budget={budget}{options}", ids[:, : 600 + steps], 600):
         allowed = float(budget.rstrip("%")) / 100 * cache.report().full
         overruns = cache.report().layers[0].overruns

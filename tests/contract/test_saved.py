@@ -36,6 +36,7 @@ def state(cache):
 
 @torch.no_grad()
 @pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.thin(2)
 def test_a_saved_cache_goes_on_where_it_was(policy, tmp_path):
     ids = prompt(150, 2)
     with kvstrata.compress(tiny(), policy) as cache:
@@ -55,6 +56,7 @@ def test_a_saved_cache_goes_on_where_it_was(policy, tmp_path):
 
 @torch.no_grad()
 @pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.thin(2)
 def test_a_fork_shares_memory_and_goes_its_own_way(policy):
     ids, other_ids = prompt(150, 2), prompt(150, 2, seed=9)
     with kvstrata.compress(tiny(), policy) as cache:

@@ -103,6 +103,7 @@ def test_nothing_has_no_interval():
 
 @pytest.mark.parametrize("share", ["75%", "50%", "25%"])
 @pytest.mark.parametrize("name", [*PRESETS, "h2o:codec=int8", "snapkv:codec=int4", "streaming:room=16"])
+@pytest.mark.thin(3)
 def test_a_share_is_of_the_bytes_held_whatever_holds_them(name, share):
     context, new = 1920, 64
     policy = resolve(name, share, SHAPE, context, new)

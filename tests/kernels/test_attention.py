@@ -102,6 +102,7 @@ def solved(queries, keys, group, dtype):
 @groups
 @sizes
 @pytest.mark.parametrize("mass_rows", MASS_ROWS, ids=["mass0", "mass1", "mass5", "mass-all"])
+@pytest.mark.thin(2)
 def test_agrees_with_the_oracle(kernels, dtype, group, queries, keys, mass_rows):
     (q, k, v), out, error, lse, mass = solved(queries, keys, group, dtype)
     done = attend(q, k, v, softmax=LOGITS, reduction=reduce(mass_rows), kernels=kernels)

@@ -257,6 +257,7 @@ ERRORS = {8: 1e-3, 4: 2e-3, 2: 2e-3}  # of the kernel on the stored values, by b
 @codecs
 @dtypes
 @pytest.mark.parametrize("dim", [16, 64, 80])
+@pytest.mark.thin(2)
 def test_coded_pages(isa, codec, dtype, dim):
     _native._force_isa(isa)
     own, coded = Tier(dtype, None, [3, 70, 1, 0], dim, dim), Tier(dtype, codec, [130, 64, 0, 200], dim, dim)

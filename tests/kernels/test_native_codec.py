@@ -71,6 +71,7 @@ def check(format, k, v):
 @dtypes
 @codecs
 @pytest.mark.parametrize("dims", [(16, 256), (80, 64), (64, 96), (128, 16)], ids=str)
+@pytest.mark.thin(2)
 def test_codes_grids_and_numbers_are_those_of_the_reference(isa, dtype, codec, dims):
     _native._force_isa(isa)
     format = Format(codec, dtype, *dims)
