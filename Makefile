@@ -39,7 +39,7 @@ check: $(VENV)/installed
 model: $(VENV)/installed  ## Tests on the demo model, which they fetch
 	$(BIN)/python -m pytest -m "model and not slow and not extras"
 
-slow: $(VENV)/installed  ## Tests that take minutes
+slow: $(VENV)/installed  ## Tests that take minutes, and the cases of large grids that `make test` leaves out
 	$(BIN)/python -m pytest -m slow
 
 extras: $(VENV)/installed  ## Evaluation in other processes: lm-evaluation-harness, a Ray cluster of two workers, peers' scripts
