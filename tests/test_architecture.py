@@ -136,5 +136,6 @@ def test_the_public_names_are_these():
         "__version__",
         "compress",
         "parse_policy",
+        "prefill",
     ]
     assert all(hasattr(kvstrata, name) for name in kvstrata.__all__)
