@@ -215,7 +215,7 @@ def by_hand(model, ids, request, chunk):
 @pytest.mark.parametrize("block", [1 << 21, 300])
 def test_scores_of_the_repetition_are_those_of_whole_matrices(monkeypatch, chunk, block):
     monkeypatch.setattr("kvstrata.hf.repeat.CHUNK", chunk)
-    monkeypatch.setattr("kvstrata.hf.repeat.BLOCK", block)
+    monkeypatch.setattr("kvstrata.kernels.mass.ref.BLOCK_ELEMENTS", block)
     ids, request = prompt(60)[0].tolist(), Request([5, 6, 7], [8, 9], [10])
     with kvstrata.compress(tiny(), "kvzip+", tokenizer=Tokenizer()) as cache:
         with cache.prefilling(), pytest.raises(InputError, match="not in parts"):

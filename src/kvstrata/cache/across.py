@@ -36,9 +36,10 @@ def settle_across(layers: Sequence[Layer]) -> None:
 
 def _over(layers: Sequence[Layer], limits: Sequence[Limits]) -> list[bool]:
     """Which rows hold more in these layers than all of them together may."""
+    lengths = [layer.store.lengths() for layer in layers]
     found: list[bool] = []
     for row in range(len(limits[0])):
-        stored = sum(sum(layer.store.lengths()[row]) for layer in layers)
+        stored = sum(sum(of_layer[row]) for of_layer in lengths)
         shares = [(caps[row], layer.store.segment_heads) for layer, caps in zip(layers, limits, strict=True)]
         found.append(stored > sum(sum(caps) * heads // len(caps) for caps, heads in shares))
     return found

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvstrata.cache.model import Model
+from kvstrata.cache.model import Model, added
 from kvstrata.cache.stored import lse_of
 from kvstrata.kernels.attention import Softmax
 from kvstrata.kernels.echo import Band, echo
@@ -157,9 +157,7 @@ class Asking:
         outputs = self._model.outputs.get(self._layer)
         if outputs is not None:
             heads = slice(stretch.heads.start * found.shape[2], stretch.heads.stop * found.shape[2])
-            turn = outputs[heads].unflatten(0, found.shape[1:3]).flatten(1, 2).transpose(-1, -2)  # [h, Dv, G*Dv]
-            parts = (stretch.v.float() @ turn).unflatten(-1, (found.shape[2], -1))  # [b, h, S, G, Dv]
-            found *= torch.linalg.vector_norm(parts, dim=-1).transpose(2, 3)
+            found *= added(outputs[heads], stretch.v)
         return found.amax(dim=2)
 
     # -- rows and rollback --------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ class PolicyCache:
         """Let every layer act on the forward that waits, those together that choose over all layers."""
         together = [layer for layer in self.layers.values() if layer.waits_for_others]
         for layer in self.layers.values():
-            if layer not in together:
+            if not layer.waits_for_others:
                 layer.settle()
         if together:
             settle_across(together)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from kvstrata.core import UnsupportedModelError
@@ -41,6 +42,13 @@ class Model:
         if hidden is None or hidden.shape[1] != queries:
             raise UnsupportedModelError("this model calls attention without its hidden states, which kvzap reads")
         return {WORTH.name: self.surrogates[file](layer, hidden)}
+
+
+def added(outputs: Tensor, v: Tensor) -> Tensor:
+    """Norms [b, h, G, S] of what h*G heads' parts of the output projection [h*G, Dv, Dv] make of v [b, h, S, Dv]."""
+    turn = outputs.unflatten(0, (v.shape[1], -1)).flatten(1, 2).transpose(-1, -2)  # [h, Dv, G*Dv]
+    parts = (v.float() @ turn).unflatten(-1, (-1, v.shape[-1]))  # [b, h, S, G, Dv]
+    return torch.linalg.vector_norm(parts, dim=-1).transpose(2, 3)
 
 
 NOTHING = Model()

@@ -6,10 +6,11 @@ import gzip
 import json
 import re
 import sysconfig
+from collections.abc import Mapping
 from pathlib import Path
 
 from kvstrata.core import InputError
-from kvstrata.evaluate.texts import data_file, read_text
+from kvstrata.evaluate.texts import data_file, digest, read_text
 
 NOVEL, WIKIPEDIA = "prose/pg1342_pride_and_prejudice.txt.gz", "prose/wikitext2_raw_test.txt.gz"
 SUMS = "gsm8k/train_first200.jsonl.gz"
@@ -25,6 +26,11 @@ def training_texts(data: Path) -> dict[str, str]:
         "gsm8k-train": sums(data_file(data, SUMS, "calibrate")),
         "python-a-m": library(),
     }
+
+
+def named(texts: Mapping[str, str]) -> list[dict[str, str]]:
+    """Names and hashes of texts, for files that were made from them."""
+    return [{"name": name, "sha256": digest(text)} for name, text in texts.items()]
 
 
 def novel(text: str) -> str:

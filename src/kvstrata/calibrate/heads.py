@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -16,6 +15,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvstrata.cache.step import Pending
+from kvstrata.calibrate.corpus import named
 from kvstrata.core import InputError
 from kvstrata.files import whole
 from kvstrata.hf import StrataCache, compress
@@ -96,7 +96,7 @@ def write_heads(
         "format": FORMAT,
         "model": identity(model),
         "scorer": scorer,
-        "data": [{"name": name, "sha256": hashlib.sha256(text.encode()).hexdigest()} for name, text in texts.items()],
+        "data": named(texts),
         "levels": {f"{float(share):g}": {"kept": level.kept, "tau": level.tau} for share, level in found.items()},
     }
     with whole(path) as scratch:

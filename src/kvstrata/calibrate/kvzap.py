@@ -22,6 +22,7 @@ from kvstrata.hf import compress
 from kvstrata.hf.compat import CACHE_KEYWORD
 from kvstrata.hf.parts import attention_modules
 from kvstrata.policy.scorers.learned import REPEATED_PLUS
+from kvstrata.policy.surrogate import predicted
 
 Kind = Literal["linear", "mlp"]
 Weights = list[Tensor]
@@ -161,12 +162,6 @@ def mlp(x: Tensor, y: Tensor, seed: int) -> Weights:
     first, last = cast(nn.Linear, net[0]), cast(nn.Linear, net[2])
     parts = (first.weight / scale, first.bias, last.weight * std[:, None], last.bias * std + mean)
     return [part.detach() for part in parts]
-
-
-def predicted(weights: Weights, x: Tensor) -> Tensor:
-    """Scores [n, H] of hidden states [n, hidden]."""
-    y = nn.functional.linear(x, weights[0], weights[1])
-    return y if len(weights) == 2 else nn.functional.linear(nn.functional.gelu(y), weights[2], weights[3])
 
 
 def correlation(a: Tensor, b: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ from kvstrata.hf.compat import CACHE_KEYWORD
 from kvstrata.hf.parts import projections_of
 from kvstrata.hf.together import read_together
 from kvstrata.kernels.attention import Softmax, attend
+from kvstrata.kernels.mass.ref import block_scores
 from kvstrata.policy.policy import LayerRange, Policy, Rule
 from kvstrata.policy.strategy import FULL, pattern_rule
 from kvstrata.store import Account
@@ -108,11 +109,8 @@ class _Probe:
 
     def _look(self, q: Tensor, k: Tensor, softmax: Softmax) -> None:
         """Entropy of the mean attention of the continuation, and the mean of its queries' entropies (equation 4)."""
-        heads, count = k.shape[1], q.shape[2]
-        grouped = q[0].unflatten(0, (heads, -1)).float() * softmax.scale
-        scores = grouped @ k[0].float()[:, None].transpose(-1, -2)  # [H, G, C, N]
-        later = torch.ones(count, count, dtype=torch.bool, device=q.device).triu_(1)
-        scores[..., k.shape[2] - count :].masked_fill_(later, -torch.inf)
+        first = k.shape[2] - q.shape[2]
+        scores = block_scores(q, k, first, softmax.scale, softmax.softcap)[0]  # [H, G, C, N]
         p = scores.softmax(dim=-1)
         self.entropy = float(torch.special.entr(p.mean(dim=(0, 1, 2))).sum())
         self.entropies = float(torch.special.entr(p).sum(dim=-1).mean())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict
 from fractions import Fraction
 from pathlib import Path
@@ -14,7 +15,7 @@ from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvstrata.calibrate.construct import construct
-from kvstrata.calibrate.corpus import training_texts
+from kvstrata.calibrate.corpus import named, training_texts
 from kvstrata.calibrate.heads import calibrate_heads, policy_for, write_heads
 from kvstrata.calibrate.kvzap import collect, train
 from kvstrata.calibrate.polykv import Asked
@@ -22,7 +23,7 @@ from kvstrata.calibrate.polykv import collect as collect_signals
 from kvstrata.calibrate.tau import calibrate_tau, check_rate
 from kvstrata.cli.tables import progress_bar
 from kvstrata.core import InputError
-from kvstrata.evaluate.texts import digest, read_text, stretches
+from kvstrata.evaluate.texts import read_text, stretches
 from kvstrata.files import whole
 from kvstrata.hf.compat import kv_shape, not_compressed, stock_layers, text_config
 from kvstrata.hf.files import identity
@@ -54,9 +55,7 @@ def tau(
     """Find CONF-KV's tau: the confidence that a share of the steps reaches on this model and text."""
     check_rate(rate)
     loaded, tokenizer = load_model(model, dtype, device, Console(stderr=True))
-    fix = "give fewer --documents, a smaller --length, or a longer --text"
-    texts = [encode(tokenizer, read_text(file)) for file in text]
-    parts = [part for ids in texts for part in stretches(ids, documents, length, fix)]
+    parts = _stretches([read_text(file) for file in text], tokenizer, documents, length)
     with progress_bar() as progress:
         task = progress.add_task("reading", total=len(parts))
         found = calibrate_tau(loaded, parts, rate, lambda: progress.advance(task))
@@ -89,7 +88,7 @@ def heads(
         policy_for(scorer, share)
     texts = _texts(text, data)
     loaded, tokenizer = load_model(model, dtype, device, Console(stderr=True))
-    parts = _stretches(texts, tokenizer, documents, length)
+    parts = _stretches(texts.values(), tokenizer, documents, length)
     with progress_bar() as progress:
         task = progress.add_task("reading", total=len(parts))
         found = calibrate_heads(loaded, scorer, parts, shares, tokenizer, lambda: progress.advance(task))
@@ -122,10 +121,10 @@ def kvzap(
     texts = _texts(text, data)
     loaded, tokenizer = load_model(model, dtype, device, Console(stderr=True))
     _whole(loaded)
-    parts = _stretches(texts, tokenizer, documents, length)
+    parts = _stretches(texts.values(), tokenizer, documents, length)
     about: dict[str, object] = {
         "model": identity(loaded),
-        "data": [{"name": name, "sha256": digest(content)} for name, content in texts.items()],
+        "data": named(texts),
         "collected": {"documents": documents, "length": length, "per_document": per_document, "seed": seed},
     }
     folder = out / "pairs"
@@ -180,8 +179,8 @@ def polykv(
     texts = _texts(text, data)
     loaded, tokenizer = load_model(model, dtype, device, Console(stderr=True))
     _whole(loaded)
-    parts = _stretches(texts, tokenizer, documents, length + continuation)
-    read = [{"name": name, "sha256": digest(content)} for name, content in texts.items()]
+    parts = _stretches(texts.values(), tokenizer, documents, length + continuation)
+    read = named(texts)
     about: dict[str, object] = {"model": identity(loaded), "data": read, "asked": asdict(asked) | {"of": documents}}
     folder = out.with_suffix(".signals")
     _same_pairs(folder / "about.json", json.loads(json.dumps(about | {"length": length, "then": continuation})))
@@ -232,10 +231,10 @@ def _texts(text: list[Path] | None, data: Path | None) -> dict[str, str]:
 
 
 def _stretches(
-    texts: dict[str, str], tokenizer: PreTrainedTokenizerBase, documents: int, length: int
+    texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, documents: int, length: int
 ) -> list[list[int]]:
     fix = "give fewer --documents, a smaller --length, or a longer --text"
-    return [part for text in texts.values() for part in stretches(encode(tokenizer, text), documents, length, fix)]
+    return [part for text in texts for part in stretches(encode(tokenizer, text), documents, length, fix)]
 
 
 def _share(text: str) -> Fraction:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from kvstrata.core import InputError
 from kvstrata.evaluate.runs import FULL, Caches, Outcome, Outcomes, bytes_per_row, feed, read
 from kvstrata.evaluate.task import Example
+from kvstrata.hf.parts import attention_modules
 
 
 @dataclass(slots=True)
@@ -100,8 +101,7 @@ def attention_outputs(model: PreTrainedModel) -> Generator[list[Tensor]]:
     def keep(_: nn.Module, __: object, output: object) -> None:
         outputs.append((output[0] if isinstance(output, tuple) else output).detach().float())  # pyright: ignore
 
-    modules = [m for m in model.modules() if hasattr(m, "layer_idx") and type(m).__name__.endswith("Attention")]
-    handles = [module.register_forward_hook(keep) for module in modules]
+    handles = [module.register_forward_hook(keep) for module in attention_modules(model)]
     try:
         yield outputs
     finally:

@@ -18,20 +18,20 @@ from transformers.cache_utils import Cache
 
 from kvstrata.cache import Layer
 from kvstrata.cache.fed import Fed
-from kvstrata.cache.model import Model
+from kvstrata.cache.model import Model, added
 from kvstrata.core import InputError
 from kvstrata.hf import compat
 from kvstrata.hf.cache import StrataCache, StrataLayer
 from kvstrata.hf.framing import encode, frame_of
 from kvstrata.kernels.attention import Softmax, attend
 from kvstrata.kernels.dispatch import Implementation
+from kvstrata.kernels.mass.ref import block_scores, query_blocks
 from kvstrata.policy.scorers.learned import REPEATED, REPEATED_PLUS
 
 CHUNK = 2000  # tokens repeated at a time (KVzip, appendix)
 LEAD = 8  # last tokens of a chunk that the request for the next one names
 SINKS = 4
 LEAST = 1e-12  # of a score, so that its logarithm is a number and 0 means that nobody asked
-BLOCK = 1 << 21  # scores held at once
 FIRST = "\n\nRepeat the previous context exactly."
 LATER = "\n\nRepeat the part of the previous context exactly, starting with"
 
@@ -88,26 +88,17 @@ class _Asked:
         if self.hidden is not None:  # a query of nothing, as a pad token's may be, asks for nothing
             norm = torch.linalg.vector_norm(self.hidden[0].float(), dim=-1).log()
             norm = norm.masked_fill(norm.isinf(), torch.inf)
-        grouped = q[0].unflatten(0, (heads, -1)).float() * softmax.scale  # [H, G, R, D]
-        best = torch.full((2, *grouped.shape[:2], size), -torch.inf, device=q.device)
-        step = max(1, BLOCK // (q.shape[1] * keys.shape[2]))
-        for start in range(0, rows, step):
-            stop = min(rows, start + step)
-            seen = keys.shape[2] - rows + stop
-            scores = grouped[:, :, start:stop] @ keys[0, :, None, :seen].transpose(-1, -2)  # [H, G, r, n]
-            if softmax.softcap is not None:
-                scores = scores.div_(softmax.softcap).tanh_().mul_(softmax.softcap)
-            later = torch.ones(stop - start, stop - start, dtype=torch.bool, device=q.device).triu_(1)
-            scores[..., seen - (stop - start) :].masked_fill_(later, -torch.inf)
-            found = scores[..., place] - scores.logsumexp(dim=-1, keepdim=True)
+        best = torch.full((2, heads, q.shape[1] // heads, size), -torch.inf, device=q.device)
+        for start, stop in query_blocks(rows, q.shape[1] * keys.shape[2]):
+            own_first, end = keys.shape[2] - rows + start, keys.shape[2] - rows + stop
+            scores = block_scores(q[:, :, start:stop], keys[:, :, :end], own_first, softmax.scale, softmax.softcap)[0]
+            found = scores[..., place] - scores.logsumexp(dim=-1, keepdim=True)  # [H, G, r, chunk]
             best[0] = torch.maximum(best[0], found.amax(dim=2))
             if norm is not None:
                 best[1] = torch.maximum(best[1], (found - norm[start:stop, None]).amax(dim=2))
         worth = best.exp_()
         if self._outputs is not None and norm is not None:
-            turn = self._outputs.unflatten(0, grouped.shape[:2]).flatten(1, 2).transpose(-1, -2)
-            parts = (self.v[0, :, self.chunk].float() @ turn).unflatten(-1, (grouped.shape[1], -1))
-            worth[1] *= torch.linalg.vector_norm(parts, dim=-1).transpose(1, 2)
+            worth[1] *= added(self._outputs, self.v[:, :, self.chunk])[0]
         self.scores[:, :, self.chunk] = torch.maximum(self.scores[:, :, self.chunk], worth.amax(dim=2))
 
 

@@ -37,10 +37,7 @@ class SurrogateModel:
     def __call__(self, layer: int, hidden: Tensor) -> Tensor:
         """hidden [B, Q, hidden] of a layer's attention -> scores [B, H, Q] fp32."""
         weights = [w.to(hidden.device, torch.float32) for w in self.layers[layer]]
-        x = linear(hidden.float(), weights[0], weights[1])
-        if len(weights) == 4:
-            x = linear(gelu(x), weights[2], weights[3])
-        return x.transpose(1, 2)
+        return predicted(weights, hidden.float()).transpose(1, 2)
 
     @property
     def num_heads(self) -> int:
@@ -59,6 +56,12 @@ class SurrogateModel:
             there = ", ".join(found) or "none"
             raise SpecError(f"this surrogate has no threshold for {removed:g} removed (there are: {there}): give tau=")
         return float(found[f"{removed:g}"])
+
+
+def predicted(weights: Sequence[Tensor], x: Tensor) -> Tensor:
+    """Scores [..., H] of hidden states [..., hidden] by the weights of one layer."""
+    y = linear(x, weights[0], weights[1])
+    return y if len(weights) == 2 else linear(gelu(y), weights[2], weights[3])
 
 
 def shipped(name: str) -> Path:
