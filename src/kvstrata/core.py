@@ -95,6 +95,9 @@ class Signals:
     queries: tuple[int, ...]  # [B] real tokens of each row in this forward
     mass: Tensor | None = None  # [B, H, N] fp32: attention of this forward, as the scorer's reduction sums it
     keys: Tensor | None = None  # [B, H, N, D]
+    values: Tensor | None = None  # [B, H, N, Dv]
+    added: Tensor | None = None  # [B, H, N] fp32: norm of what the output projection makes of a value, group mean
+    caps: Tensor | None = None  # [B, 1|H] int64: entries that may stay
     tier: Tensor | None = None  # [B, 1|H, N] uint8, values of `Tier`; None where all are exact
     dormant: Tensor | None = None  # [B, 1|H, N] bool: exact entries that have codes already; None where none has
 

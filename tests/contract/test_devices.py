@@ -35,7 +35,7 @@ def moved(args, kwargs, device):
 
 
 @pytest.mark.parametrize("name", ALL)
-@pytest.mark.thin(2)
+@pytest.mark.thin(4)
 def test_layers_on_two_devices_give_the_logits_of_one(name):
     ids, mask = prompt(46, 2), torch.ones(2, 46, dtype=torch.long)
     mask[0, :9] = 0
@@ -46,7 +46,7 @@ def test_layers_on_two_devices_give_the_logits_of_one(name):
     two = on_two_devices()
     with Factories(), kvstrata.compress(two, spec(name, 14)) as cache:
         got = feed(two, ids, cache, (20, 20), mask)
-        assert [cache.strata[layer].store.keys().device.type for layer in range(4)] == ["cpu", DEVICE.type] * 2
+        assert [cache.strata[layer].store.dense("k").device.type for layer in range(4)] == ["cpu", DEVICE.type] * 2
         assert kept == [cache.entries(layer, row, head) for layer in range(4) for row in range(2) for head in range(2)]
         cache.reorder_cache(torch.tensor([1, 1]))
         cache.crop(-2)

@@ -1,17 +1,20 @@
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import FrozenInstanceError, fields, replace
+from fractions import Fraction
 
 import pytest
 import torch
 
 from kvstrata.core import Column, Signals, SpecError
-from kvstrata.kernels.mass import ALL_ROWS, Reduction
+from kvstrata.kernels.mass import ALL_ROWS, Future, Reduction
 from kvstrata.policy.scorers import SCORERS
 from kvstrata.policy.scorers.attention import AccumulatedMass, DecayedMass, Persistence, WindowMass
 from kvstrata.policy.scorers.combine import Mix, Part
 from kvstrata.policy.scorers.keys import KeyDiff, KeyNorm
+from kvstrata.policy.scorers.outputs import Critical, Expected, Lag
 from kvstrata.policy.scorers.recency import Random, Recency
 
 
@@ -32,7 +35,9 @@ def close(value, expected):
 
 
 def make(name):
-    """A scorer by name; a mix has no default, so it gets CONF-KV's."""
+    """A scorer by name; those made of others have no default, so they get CONF-KV's and CriticalKV's."""
+    if name == "critical":
+        return Critical(WindowMass(32, 5))
     return Mix((Part(0.65, DecayedMass()), Part(0.35, Recency()))) if name == "mix" else SCORERS[name]()
 
 
@@ -42,6 +47,8 @@ READS = {
     "decayed-mass": Reduction(88, decay=0.9),
     "persistence": Reduction(400, counts=True),
     "mix": Reduction(88, decay=0.9),
+    "critical": Reduction(32),
+    "expected": Future(512, 4),
 }
 COLUMNS = {"accumulated-mass": "mass", "decayed-mass": "ema", "persistence": "count", "mix": "ema", "echo": "asked"}
 COLUMNS |= {"surrogate": "worth", "repetition": "repeated"}
@@ -49,7 +56,10 @@ COLUMNS |= {"surrogate": "worth", "repetition": "repeated"}
 
 def test_the_scorers_and_what_each_of_them_reads():
     needs = {
+        "critical": {"added", "caps"},
+        "expected": {"rotary", "values"},
         "keynorm": {"keys"},
+        "lag": {"keys", "values"},
         "keydiff": {"keys"},
         "echo": {"turn", "outputs"},
         "surrogate": {"hidden"},
@@ -124,6 +134,50 @@ def test_accumulated_mass_adds_what_a_forward_gives(heads, added):
     assert close(AccumulatedMass().observe(after)["mass"] - observed["mass"], added)
 
 
+def test_critical_forces_the_first_part_and_weighs_the_rest():
+    mass, added = [[[5.0, 4.0, 3.0, 2.0, 0.0, 9.0]]], [[[1.0, 1.0, 1.0, 10.0, 1e6, 1.0]]]
+    seen = replace(signals([[[0, 1, 2, 3, 4, 5]]], mass=mass, added=added, protected=[5]), caps=torch.tensor([[4]]))
+    found = Critical(WindowMass(4), epsilon=0.01).score(seen)
+    assert close(found, [[[math.inf, 4.01, 3.01, 20.1, 1e4, math.inf]]]), "the protected one is of the first two"
+    assert close(Critical(WindowMass(4), Fraction(0), 0.01).score(seen)[..., :2], [[[5.01, 4.01]]])
+
+
+def test_expected_weighs_by_the_value_or_what_comes_of_it():
+    seen = signals([[[0, 1]]], mass=[[[0.25, 0.75]]], values=[[[[3.0, 4.0], [1.0, 0.0]]]], added=[[[2.0, 8.0]]])
+    assert close(Expected().score(seen), [[[1.25, 0.75]]])
+    assert close(Expected(weight="none").score(seen), [[[0.25, 0.75]]])
+    assert close(Expected(weight="wov", epsilon=0.5).score(replace(seen, values=None)), [[[1.5, 10.0]]])
+
+
+def lag_by_hand(keys, values, lag, sinks):
+    """LagKV's ranks [N] of keys and values [N, D], number by number; None where no part follows."""
+    n = len(keys)
+    parts = [list(range(start, start + lag)) for start in range(sinks, n - lag + 1, lag)]
+    found = [None] * n
+    for part, after in itertools.pairwise(parts):
+        totals = [0.0] * lag
+        for x in (keys, values):
+            low, high = x[after].min(dim=0).values, x[after].max(dim=0).values
+            spread = torch.stack([((x[i] - low) / (high - low)).std() for i in part]).softmax(dim=0)
+            totals = [a + float(b) for a, b in zip(totals, spread, strict=True)]
+        for i, total in zip(part, totals, strict=True):
+            found[i] = sum(other < total for other in totals) / lag
+    return found
+
+
+def test_lag_ranks_within_its_part_and_keeps_what_has_no_next():
+    keys, values = torch.randn(1, 2, 23, 5), torch.randn(1, 2, 23, 5)
+    position = torch.arange(23, dtype=torch.int32).expand(1, 2, 23)
+    none = torch.zeros_like(position, dtype=torch.bool)
+    z = Lag(5, 4).score(Signals(0, 0, position, ~none, none, {}, (23,), keys=keys, values=values))
+    for head in range(2):
+        found = lag_by_hand(keys[0, head], values[0, head], 5, 4)
+        assert found[:4] == [None] * 4
+        assert found[14:] == [None] * 9
+        for i, rank in enumerate(found):
+            assert float(z[0, head, i]) == pytest.approx(rank, abs=1e-6) if rank is not None else z[0, head, i] > 1
+
+
 def test_window_mass_without_pooling_is_the_mass():
     mass = [[[1.0, 0.0, 3.0], [3.0, 0.0, 1.0]]]
     seen = signals([[[0, 1, 2]] * 2], mass=mass, protected=[2])
@@ -160,7 +214,7 @@ def test_slots_past_a_length_are_no_neighbours():
 
 
 @pytest.mark.parametrize("heads", [1, 3], ids=["shared", "own"])
-@pytest.mark.parametrize("scorer", [*map(make, SCORERS), WindowMass(4, 5), WindowMass(4, 5, "max")], ids=str)
+@pytest.mark.parametrize("scorer", [*map(make, SCORERS), WindowMass(4, 5), WindowMass(4, 5, "max"), Lag(3)], ids=str)
 def test_no_scorer_takes_a_slot_for_a_position(scorer, heads):
     n = 12
     position = torch.arange(0, 3 * n, 3, dtype=torch.int32).expand(2, heads, n)
@@ -168,11 +222,14 @@ def test_no_scorer_takes_a_slot_for_a_position(scorer, heads):
     mass, keys = torch.rand(2, 3, n), torch.randn(2, 3, n, 4)
     recent, queries = position >= 3 * (n - 2), (1, 1)
     columns = {name: torch.rand(2, heads, n) for name in COLUMNS.values()}
-    whole = Signals(1, 2, position, ~mask, recent, columns, queries, mass, keys)
+    values, added, caps = torch.randn(2, 3, n, 4), torch.rand(2, 3, n), torch.tensor([[5], [6]])
+    if isinstance(scorer, (Critical, Expected, Lag)) and heads == 1:
+        return  # each head has its own
+    whole = Signals(1, 2, position, ~mask, recent, columns, queries, mass, keys, values, added, caps)
     order = torch.randperm(n)
     moved = {name: column[..., order] for name, column in columns.items()}
     parts = position[..., order], ~mask, recent[..., order], moved, queries, mass[..., order], keys[:, :, order]
-    shuffled = Signals(1, 2, *parts)
+    shuffled = Signals(1, 2, *parts, values[:, :, order], added[..., order], caps)
     assert torch.allclose(scorer.score(shuffled), scorer.score(whole)[..., order], atol=1e-6)
 
 

@@ -209,7 +209,7 @@ class Model(RuleBasedStateMachine):
     def holds_what_it_should(self):
         if not self.fed:
             return
-        store, valid, keys = self.store, self.store.valid(), self.store.keys()
+        store, valid, keys = self.store, self.store.valid(), self.store.dense("k")
         position, mass, tier, asleep = store.column("position"), store.column("mass"), store.tier(), store.dormant()
         assert torch.equal(mass, position / 2)
         for b, row in enumerate(self.rows):

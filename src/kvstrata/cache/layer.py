@@ -16,6 +16,7 @@ from torch import Tensor
 from kvstrata.cache.asking import Asking
 from kvstrata.cache.fed import Fed
 from kvstrata.cache.model import NOTHING, Model
+from kvstrata.cache.shown import shown
 from kvstrata.cache.step import MOST_DRAFTS, Events, Mode, Pending, check_own
 from kvstrata.cache.stored import attend_stored, mass_of
 from kvstrata.cache.waiting import drafted, first_sums, joined, seeded
@@ -337,13 +338,7 @@ class Layer:
 
     def signals(self, forward: Pending, rule: Rule, limits: list[tuple[int, ...]] | None) -> Signals:
         """What is stored, with what a forward gave, as the rule sees it."""
-        store = self.store
-        position, valid = store.column("position"), store.valid()
-        columns = {column.name: store.column(column.name) for column in rule.scorer.columns}
-        protected = rule.protected(position, valid, self.seen, limits) if limits else ~valid
-        keys = store.keys() if limits and "keys" in rule.scorer.needs else None
-        seen = (self.index, forward.step, position, valid, protected, columns, tuple(forward.tokens), forward.mass)
-        return Signals(*seen, keys, store.tier(), store.dormant() if limits else None)
+        return shown(self.store, self._model, self.index, self.seen, forward, rule, limits)
 
     # -- rows, masks and rollback -------------------------------------------------------------------------------
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from kvstrata.cache.step import newest_queries
+from kvstrata.core import UnsupportedModelError
 from kvstrata.kernels.attention import Attended, Softmax, attend, attend_pages
-from kvstrata.kernels.mass import Reduction, native, ref
+from kvstrata.kernels.mass import ALL_ROWS, Future, Reduction, expected_mass, native, ref
 from kvstrata.store import Block, LayerStore
 
 MOST_ROWS = 16  # queries of one forward up to which paged kernels serve; more are a prompt, which torch does better
@@ -18,7 +21,7 @@ def attend_stored(
     q: Tensor,
     tokens: list[int],
     softmax: Softmax,
-    reduction: Reduction | None,
+    reduction: Reduction | Future | None,
     own: Tensor | None,
     known: Tensor | None = None,
 ) -> Attended:
@@ -33,6 +36,9 @@ def attend_stored(
         store.flush()
         queries = newest_queries(q, tokens, reduction.rows) if reduction else []
         return Attended(known, None, mass_of(store, queries, softmax, reduction) if reduction else None)
+    if isinstance(reduction, Future):
+        done = attend_stored(store, q, tokens, softmax, None, own)
+        return replace(done, mass=mass_of(store, newest_queries(q, tokens, ALL_ROWS), softmax, reduction))
     split = len(set(tokens)) > 1 or tokens[0] < q.shape[2]
     fresh = store.take_unwritten()
     if store.paged and q.shape[2] <= MOST_ROWS and own is None:
@@ -91,12 +97,16 @@ def _attend_blocks(
     return Attended(out, lse, mass)
 
 
-def mass_of(store: LayerStore, queries: list[Tensor], softmax: Softmax, reduction: Reduction, newer: int = 0) -> Tensor:
+def mass_of(
+    store: LayerStore, queries: list[Tensor], softmax: Softmax, reduction: Reduction | Future, newer: int = 0
+) -> Tensor:
     """Mass [B, H, N] of the given queries alone, per row [H*G, R, D].
 
     Their entries stand last, but for the `newer` ones behind them that they do not see.
     """
     mass = _no_mass(store, queries[0].device)
+    if isinstance(reduction, Future):
+        return _expected(store, queries, softmax, reduction, mass)
     group = queries[0].shape[0] // store.num_kv_heads
     for block in store.blocks(split_rows=True):
         heads = slice(block.heads.start * group, block.heads.stop * group)
@@ -109,6 +119,25 @@ def mass_of(store: LayerStore, queries: list[Tensor], softmax: Softmax, reductio
         lse = sums.column_lse(q, k, scale=of.scale, softcap=of.softcap, sinks=of.sinks)
         part = sums.column_mass(q, k, lse, scale=of.scale, softcap=of.softcap, reduction=reduction)
         mass[block.rows, block.heads, block.places(k.shape[2])] = part
+    return mass
+
+
+def _expected(store: LayerStore, queries: list[Tensor], softmax: Softmax, future: Future, mass: Tensor) -> Tensor:
+    """Write what queries to come may be expected to give into mass [B, H, N]."""
+    if softmax.softcap is not None:
+        raise UnsupportedModelError("this model caps its scores, which expected attention has no formula for")
+    assert store.rotary is not None
+    group, position = queries[0].shape[0] // store.num_kv_heads, store.column("position")
+    newest = position.amax(dim=(1, 2)).tolist()
+    for block in store.blocks(split_rows=True):
+        row, width = block.rows.start, block.k.shape[2]
+        q = queries[row][block.heads.start * group : block.heads.stop * group]
+        if q.shape[1] == 0:
+            continue
+        at = torch.arange(newest[row] + 1 - q.shape[1], newest[row] + 1, device=q.device)
+        keys = position[row].expand(store.num_kv_heads, -1)[block.heads, block.places(width)]
+        found = expected_mass(q, block.k[0], at, keys, scale=softmax.scale, rotary=store.rotary, future=future)
+        mass[row, block.heads, block.places(width)] = found
     return mass
 
 

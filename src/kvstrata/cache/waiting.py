@@ -10,7 +10,7 @@ from kvstrata.cache.step import MOST_DRAFTS, Mode, Pending, joined_queries, newe
 from kvstrata.cache.stored import mass_of
 from kvstrata.core import Phase
 from kvstrata.kernels.attention import Softmax
-from kvstrata.kernels.mass import ALL_ROWS
+from kvstrata.kernels.mass import ALL_ROWS, Future
 from kvstrata.policy.policy import Rule
 from kvstrata.store import LayerStore
 
@@ -60,8 +60,9 @@ def drafted(store: LayerStore, this: Pending, q: Tensor, asks: bool) -> Pending:
     rules = [rule for rule in (this.rule, this.unjudged) if rule]
     reductions = {rule.scorer.mass for rule in rules if rule.scorer.mass}
     every = any(reduction.rows == ALL_ROWS for reduction in reductions)
+    summed = every and not asks and not any(isinstance(reduction, Future) for reduction in reductions)
     queries = q.shape[2]
-    if len(reductions) == 1 and every and not asks and queries > MOST_DRAFTS:  # no verdict reaches back further
+    if len(reductions) == 1 and summed and queries > MOST_DRAFTS:  # no verdict reaches back further
         assert this.softmax is not None
         old = [q[row, :, queries - n : max(queries - n, queries - MOST_DRAFTS)] for row, n in enumerate(this.tokens)]
         this.mass = mass_of(store, old, this.softmax, *reductions, newer=MOST_DRAFTS)

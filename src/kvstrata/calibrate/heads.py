@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvstrata.cache.step import Pending
 from kvstrata.calibrate.corpus import named
+from kvstrata.calibrate.duo import looking_back, shares_of
 from kvstrata.core import InputError
 from kvstrata.files import whole
 from kvstrata.hf import StrataCache, compress
@@ -28,16 +29,16 @@ from kvstrata.policy.shares import FORMAT
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """Of one share kept over all heads: that of each layer and head [L][H], and the lowest score that was kept."""
+    """Of one share kept over all heads: that of each layer and head [L][H], and the lowest score kept, if any."""
 
     kept: list[list[float]]
-    tau: float
+    tau: float | None
 
 
 def policy_for(scorer: str, share: Fraction) -> Policy:
     """The scorer's preset at a share of all tokens. Raises `InputError` where its heads do not share one budget."""
     policy = parse_policy(scorer)
-    if not policy.across:
+    if not policy.across and scorer != "duo":
         raise InputError(f"scorer {scorer!r} gives every head the same: take one whose heads share a budget, as echo")
     return policy.with_budget(Share(share))
 
@@ -51,7 +52,13 @@ def calibrate_heads(
     tokenizer: PreTrainedTokenizerBase | None = None,
     tick: Callable[[], object] = lambda: None,
 ) -> dict[Fraction, Level]:
-    """Read each document under the scorer's preset, once for all levels, and average what its heads keep."""
+    """Read each document under the scorer's preset, once for all levels, and average what its heads keep.
+
+    The scorer "duo" finds passkeys in them instead, and heads keep everything or stream.
+    """
+    if scorer == "duo":
+        worth = looking_back(model, documents, tick=tick)
+        return {level: Level(shares_of(worth, level), None) for level in sorted(levels)}
     policies = {level: policy_for(scorer, level) for level in sorted(levels)}
     kept: dict[Fraction, list[list[list[float]]]] = {level: [] for level in policies}
     lowest: dict[Fraction, list[float]] = {level: [] for level in policies}

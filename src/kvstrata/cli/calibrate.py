@@ -73,7 +73,7 @@ def heads(
     out: Annotated[Path, typer.Option(help="The file to write, for heads=FILE.")],
     text: Annotated[list[Path] | None, typer.Option(help="A text file; may be given several times.")] = None,
     data: Annotated[Path | None, typer.Option(help="Folder of docs/data.md: read its training side.")] = None,
-    scorer: Annotated[str, typer.Option(help="A preset whose heads share one budget.")] = "echo",
+    scorer: Annotated[str, typer.Option(help="A preset whose heads share one budget, or duo.")] = "echo",
     levels: Annotated[str, typer.Option(help="Shares of all entries to keep.")] = "5%,10%,25%,50%,75%",
     model: Annotated[str | None, typer.Option(help="Hub id or folder; default: the demo model, SmolLM2-135M.")] = None,
     documents: Annotated[int, typer.Option(min=1, help="Stretches of each text.")] = 8,
@@ -98,8 +98,10 @@ def heads(
         return
     for share, level in found.items():
         flat = sorted(kept for layer in level.kept for kept in layer)
-        print(f"{float(share):.0%} kept: heads keep {flat[0]:.1%} to {flat[-1]:.1%}; scores from {level.tau:.3g} on")
-    print(f"use it as --policy {scorer.partition(':')[0]}-head:budget=25%,heads={out}, or under any other policy")
+        scores = "" if level.tau is None else f"; scores from {level.tau:.3g} on"
+        print(f"{float(share):.0%} kept: heads keep {flat[0]:.1%} to {flat[-1]:.1%}{scores}")
+    preset = scorer if scorer == "duo" else f"{scorer.partition(':')[0]}-head"
+    print(f"use it as --policy {preset}:budget=25%,heads={out}, or under any other policy")
 
 
 @app.command()

@@ -32,7 +32,7 @@ def parts_for(policy: Policy, model: PreTrainedModel, layers: Sequence[int]) -> 
     return Model(
         _rotary(policy, model),
         turn_of(model) if "turn" in needs else None,
-        outputs_of(model, layers) if "outputs" in needs else {},
+        outputs_of(model, layers) if needs & {"outputs", "added"} else {},
         {file: surrogate_of(file, model) for file in policy.surrogates},
     )
 
@@ -67,8 +67,8 @@ def _fetched(name: str) -> Path:
 
 
 def _rotary(policy: Policy, model: PreTrainedModel) -> Rotary | None:
-    """To code keys before rotary positions, and to judge what codes lose."""
-    if not policy.codes:
+    """To code keys before rotary positions and judge what codes lose, or for queries that are yet to come."""
+    if not policy.codes and "rotary" not in policy.needs:
         return None
     try:
         return rotary_of(model)

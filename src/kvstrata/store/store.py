@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -50,7 +51,7 @@ class LayerStore:
         codecs: Mapping[Tier, Codec] = DEFAULT_CODECS,
         rotary: Rotary | None = None,
     ) -> None:
-        self._codecs, self._rotary = codecs, rotary
+        self._codecs, self.rotary = codecs, rotary
         self.layer, self.per_head = layer, per_head
         self.columns = (POSITION, *(c for c in columns if c != POSITION))
         self._account = account
@@ -203,21 +204,15 @@ class LayerStore:
         """
         return rectangles(self._exact, list(self.coded.values()), self.batch_size, split_rows, self._account)
 
-    def keys(self) -> Tensor:
-        """All keys as [B, H, N, D] in dense order; zeros where no entry is. A view where all lengths agree."""
+    def dense(self, part: Literal["k", "v"]) -> Tensor:
+        """All keys or values as [B, H, N, D] in dense order; zeros where no entry is. A view where lengths agree."""
         if self.uniform:
-            return next(self.blocks()).k
-        f = self._exact.table.arena.format
-        dense = torch.zeros(
-            self.batch_size,
-            self.num_kv_heads,
-            self.width,
-            f.k_dim,
-            dtype=f.dtype,
-            device=self._exact.table.arena.device,
-        )
+            return getattr(next(self.blocks()), part)
+        arena = self._exact.table.arena
+        shape = self.batch_size, self.num_kv_heads, self.width, getattr(arena.format, f"{part}_dim")
+        dense = torch.zeros(shape, dtype=arena.format.dtype, device=arena.device)
         for block in self.blocks():
-            dense[block.rows, block.heads, block.places(block.k.shape[2])] = block.k
+            dense[block.rows, block.heads, block.places(block.k.shape[2])] = getattr(block, part)
         return dense
 
     def column(self, name: str) -> Tensor:
@@ -357,12 +352,12 @@ class LayerStore:
         if codec.by_page:
             self.coded[name] = self._page_tier(name, arena, columns, self.num_kv_heads)
         else:
-            self.coded[name] = self._unit_tier(name, arena, columns, self.num_kv_heads, self._rotary)
+            self.coded[name] = self._unit_tier(name, arena, columns, self.num_kv_heads, self.rotary)
         return self.coded[name]
 
     def key_loss(self, name: Tier) -> float:
         """Squared error of codes in this tier, over the variance of the exact keys of the head that loses most."""
-        return key_loss(self._exact, self._codecs[name], self._rotary)
+        return key_loss(self._exact, self._codecs[name], self.rotary)
 
     def dormant(self) -> Tensor | None:
         """[B, 1|H, N] bool: which exact entries have codes that sleep, or None where none has."""

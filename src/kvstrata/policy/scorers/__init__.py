@@ -9,16 +9,16 @@ from torch import Tensor
 
 from kvstrata.core import Column, Signals
 from kvstrata.kernels.echo import Band
-from kvstrata.kernels.mass import Reduction
+from kvstrata.kernels.mass import Future, Reduction
 from kvstrata.registry import Registry
 
 
 class Scorer(Protocol):
     """Ranks the entries of one layer.
 
-    needs: which optional fields of `Signals` it reads besides mass: "keys"; and what it needs to know of the model:
-    "turn" (rotary positions), "outputs" (projections behind attention), "hidden" (states that attention gets),
-    "repetition" (of the context).
+    needs: which optional fields of `Signals` it reads besides mass ("keys", "values", "added", "caps"), and what of the
+    model: "turn" and "rotary" (positions), "outputs" (projections behind attention), "hidden" (states that attention
+    gets), "repetition" (of the context).
     mass: how the attention of a forward becomes `Signals.mass`; None where it reads none.
     asks: who asks for an entry in a repetition of the context; the answers come in the column "asked". None: nobody.
     columns: state it keeps per entry; `observe` returns the new values after each forward, also when no plan is due.
@@ -31,7 +31,7 @@ class Scorer(Protocol):
         ...
 
     @property
-    def mass(self) -> Reduction | None:
+    def mass(self) -> Reduction | Future | None:
         """How attention is summed."""
         ...
 
@@ -70,7 +70,7 @@ class Stateless:
         return frozenset()
 
     @property
-    def mass(self) -> Reduction | None:
+    def mass(self) -> Reduction | Future | None:
         """How attention is summed: not at all."""
         return None
 
@@ -96,6 +96,6 @@ class Stateless:
 
 SCORERS: Registry[type] = Registry("scorer")
 
-from kvstrata.policy.scorers import attention, combine, keys, learned, recency, repeat  # noqa: E402  (they register themselves above)
+from kvstrata.policy.scorers import attention, combine, keys, learned, outputs, recency, repeat  # noqa: E402  (they register themselves above)
 
-__all__ = ["SCORERS", "Scorer", "Stateless", "attention", "combine", "keys", "learned", "recency", "repeat"]
+__all__ = ["SCORERS", "Scorer", "Stateless", "attention", "combine", "keys", "learned", "outputs", "recency", "repeat"]

@@ -1,0 +1,47 @@
+"""What a rule is shown of a layer when it observes a forward or acts after it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvstrata.cache.model import Model, added
+from kvstrata.cache.step import Pending
+from kvstrata.core import Signals
+from kvstrata.policy.policy import Rule
+from kvstrata.store import LayerStore
+
+
+def shown(
+    store: LayerStore,
+    model: Model,
+    layer: int,
+    seen: Sequence[int],
+    forward: Pending,
+    rule: Rule,
+    limits: list[tuple[int, ...]] | None,
+) -> Signals:
+    """What is stored, with what a forward gave. Without `limits` the rule only observes, and gets no more than mass."""
+    position, valid = store.column("position"), store.valid()
+    columns = {column.name: store.column(column.name) for column in rule.scorer.columns}
+    protected = rule.protected(position, valid, list(seen), limits) if limits else ~valid
+    here = (layer, forward.step, position, valid, protected, columns, tuple(forward.tokens), forward.mass)
+    if not limits:
+        return Signals(*here, tier=store.tier())
+    needs = rule.scorer.needs
+    return Signals(
+        *here,
+        keys=store.dense("k") if "keys" in needs else None,
+        values=store.dense("v") if "values" in needs else None,
+        added=_added(store, model.outputs[layer]) if "added" in needs else None,
+        caps=torch.tensor(limits, device=position.device) if "caps" in needs else None,
+        tier=store.tier(),
+        dormant=store.dormant(),
+    )
+
+
+def _added(store: LayerStore, outputs: Tensor) -> Tensor:
+    """Norms [B, H, N] of what the output projection makes of every value, on average over a group's query heads."""
+    return added(outputs, store.dense("v")).mean(dim=2)
