@@ -58,6 +58,15 @@ def test_the_protected_part_stays_when_the_budget_is_too_small():
     assert cache.report().layers[0].overruns > 0
 
 
+def test_a_planned_total_gives_its_bytes_from_the_start():
+    ids, budgets = prompt(340), []
+    for cache in walk("qevict:budget=25%,total=600,sinks=5,recent=16", ids, 300):
+        each = cache.report().full / sum(cache.strata[0].seen)
+        budgets.append(cache.nbytes.live / (0.25 * 600 * each))
+    assert max(budgets) <= 1
+    assert budgets[0] > 0.85, "half of the prompt, which a quarter of what was seen would not have held"
+
+
 def test_windows_come_and_go_whole():
     ids = prompt(400)
     for cache in walk("qevict:budget=25%,sinks=5,recent=16", ids, 300):
@@ -173,6 +182,7 @@ def test_keys_before_rotary_positions_need_a_rotation_that_can_be_undone():
         ("qevict:window=12", "group=12"),
         ("qevict:margin=-1", "0 or more"),
         ("qevict:every=0", "at least one"),
+        ("qevict:budget=64,total=500", "budget=64 is none"),
         ("h2o:codec=int4,group=8", "only dropped together"),
         ("h2o:codec=int8,group=8", "leave it out"),
         ("full:codec=int8,key_space=pre", "leave it out"),

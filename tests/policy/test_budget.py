@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvstrata.core import LayerShape, SpecError
-from kvstrata.policy.budget import ByteBudget, HeadTokens, Share, Tokens, parse_budget
+from kvstrata.policy.budget import ByteBudget, HeadTokens, OfTotal, Share, Tokens, parse_budget
 
 SHAPE = LayerShape(layer=4, depth=3, num_layers=10, num_kv_heads=3, entry_bytes=100, batch_size=4)
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -114,6 +114,16 @@ def test_numbers_for_other_heads_than_the_models_are_refused():
 @pytest.mark.parametrize(("seen", "limit"), [(0, 1), (1, 1), (3, 1), (4, 1), (7, 1), (8, 2), (1000, 250)])
 def test_a_share_rounds_down_but_keeps_one(seen, limit):
     assert Share(Fraction(1, 4)).limits(seen, 0.0, SHAPE) == (limit,)
+
+
+def test_a_share_of_a_total_is_that_of_what_was_seen_once_it_is_more():
+    budget = OfTotal(Share(Fraction(1, 4)), 1000)
+    assert [budget.limits(seen, 0.0, SHAPE) for seen in (1, 1000, 1200)] == [(250,), (250,), (300,)]
+    assert budget.around(Share(Fraction(1, 2))) == OfTotal(Share(Fraction(1, 2)), 1000)
+    assert budget.around(Tokens(9)) == Tokens(9)
+    assert budget.scaled(Fraction(1, 5)).limits(10, 0.0, SHAPE) == (50,)
+    with pytest.raises(SpecError, match="total=0"):
+        OfTotal(Share(Fraction(1, 4)), 0)
 
 
 def test_a_share_is_exact_where_floats_are_not():

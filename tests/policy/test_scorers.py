@@ -178,6 +178,13 @@ def test_lag_ranks_within_its_part_and_keeps_what_has_no_next():
             assert float(z[0, head, i]) == pytest.approx(rank, abs=1e-6) if rank is not None else z[0, head, i] > 1
 
 
+def test_a_moving_average_without_bias_does_not_punish_the_young():
+    column = [[[0.5, 0.19, 0.1]]]  # of entries that 40, 2 and 1 queries could see, the latter two at full attention
+    seen = signals([[[0, 38, 39]]], columns={"ema": column})
+    assert close(DecayedMass(0.9).score(seen), column)
+    assert close(DecayedMass(0.9, debias=True).score(seen), [[[0.5 / (1 - 0.9**40), 1.0, 1.0]]])
+
+
 def test_window_mass_without_pooling_is_the_mass():
     mass = [[[1.0, 0.0, 3.0], [3.0, 0.0, 1.0]]]
     seen = signals([[[0, 1, 2]] * 2], mass=mass, protected=[2])

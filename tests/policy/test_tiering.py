@@ -40,6 +40,19 @@ def test_what_is_coded_stays_so():
     assert (tier[0, 0, 64:] == Tier.EXACT).all()
 
 
+@given(st.integers(1, 60), st.integers(0, 40), st.integers(0, 99))
+def test_by_rank_the_newest_that_are_stored_stay_exact(count, exact, seed):
+    draw = torch.Generator().manual_seed(seed)
+    position = (torch.randperm(3 * count, generator=draw)[:count]).tolist()  # with gaps
+    keep = torch.rand(1, 1, count, generator=draw) < 0.7
+    tiers = ByAge(Coding("int8-running"), exact, by="rank")
+    tier = tiers.assign(keep, signals(position))
+    kept = sorted(p for p, stays in zip(position, keep[0, 0].tolist(), strict=True) if stays)
+    coded = sorted(p for p, to in zip(position, tier[0, 0].tolist(), strict=True) if to == Tier.INT8)
+    assert coded == kept[: max(0, len(kept) - exact)]
+    assert tiers.due([[len(kept)]], torch.tensor(kept).view(1, 1, -1)) == (len(coded) > 0)
+
+
 def test_due_counts_older_exact_entries_alone():
     position = torch.arange(74, dtype=torch.int32).view(1, 1, -1)
     assert ByAge(exact=10).due([[74]], position)

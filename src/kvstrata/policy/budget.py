@@ -165,6 +165,33 @@ class Share(_Flat):
 
 
 @dataclass(frozen=True, slots=True)
+class OfTotal(_Flat):
+    """A share of the tokens that prompt and answer are to have together, or of those seen once they are more."""
+
+    share: Share
+    total: int
+
+    def __post_init__(self) -> None:
+        if self.total < 1:
+            raise SpecError(f"total={self.total}: give the tokens that prompt and answer will have")
+
+    def limits(self, seen: int, confidence: float, shape: LayerShape) -> tuple[int, ...]:
+        """The share of the larger number."""
+        return self.share.limits(max(seen, self.total), confidence, shape)
+
+    def around(self, mean: Budget) -> Budget:
+        """The same of another share; any other mean is itself, since it does not depend on a total."""
+        return OfTotal(mean, self.total) if isinstance(mean, Share) else mean
+
+    def scaled(self, factor: Fraction) -> OfTotal:
+        """`factor` times the share."""
+        return OfTotal(self.share.scaled(factor), self.total)
+
+    def __str__(self) -> str:
+        return f"{self.share} of {self.total}"
+
+
+@dataclass(frozen=True, slots=True)
 class Everything(_Flat):
     """All tokens, whatever budget is asked for: of policies that only code."""
 

@@ -142,12 +142,14 @@ class Native:
 class ByAge:
     """The newest `exact` tokens stay exact; older entries are coded, the oldest first, and stay so.
 
-    `at_once` are coded together, or a whole group where that is more.
+    `at_once` are coded together, or a whole group where that is more. by="position" counts tokens of the text, "rank"
+    those that are still stored.
     """
 
     coding: Coding = Coding()
     exact: int = 128
     at_once: int = 1
+    by: Literal["position", "rank"] = "position"
     ranks = False
     reserve = 0
 
@@ -170,6 +172,8 @@ class ByAge:
     def due(self, exact: Sequence[Sequence[int]], position: Tensor) -> bool:
         """Whether some row and head has enough older entries, whichever they are."""
         step = self.step
+        if self.by == "rank":
+            return any(count >= self.exact + step for row in exact for count in row)
         if all(count < step for row in exact for count in row):
             return False
         newest = position.amax(dim=(1, 2), keepdim=True)
@@ -179,11 +183,18 @@ class ByAge:
     def assign(self, keep: Tensor, signals: Signals) -> Tensor:
         """Older entries in whole steps."""
         now = torch.full_like(keep, int(Tier.EXACT), dtype=torch.uint8) if signals.tier is None else signals.tier
-        newest = signals.position.masked_fill(~signals.valid, -1).amax(dim=(1, 2), keepdim=True)
-        old = keep & signals.valid & (now == Tier.EXACT) & (signals.position <= newest - self.exact)
+        old = keep & signals.valid & (now == Tier.EXACT) & self._old(keep, signals)
         count = old.sum(dim=-1, keepdim=True) // self.step * self.step
         rank = signals.position.masked_fill(~old, torch.iinfo(torch.int32).max).argsort(dim=-1).argsort(dim=-1)
         return torch.where(rank < count, int(self.coding.tier), now) * keep
+
+    def _old(self, keep: Tensor, signals: Signals) -> Tensor:
+        """Which entries [B, 1|H, N] are beyond the newest `exact`."""
+        if self.by == "rank":
+            position = signals.position.masked_fill(~(keep & signals.valid), -1)
+            return position.argsort(dim=-1, descending=True).argsort(dim=-1) >= self.exact
+        newest = signals.position.masked_fill(~signals.valid, -1).amax(dim=(1, 2), keepdim=True)
+        return signals.position <= newest - self.exact
 
     def route(self, z: Tensor, signals: Signals, room: Room) -> Tensor:
         """Not its way."""

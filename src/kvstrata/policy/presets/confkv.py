@@ -31,8 +31,10 @@ def confkv(
     alpha: float = 0.65,
     decay: float = 0.9,
     window: int = 128,
+    window_by: Literal["position", "rank"] = "position",
     scale_mode: ScaleMode = "running",
     demote: int = 1,
+    debias: bool = False,
     smooth: float = 0.0,
     band: float = 0.0,
     dwell: int = 0,
@@ -47,7 +49,9 @@ def confkv(
     exact. `budget` asks for a mean instead. `demote` entries are coded at a time: more are faster.
     """
     levels = _levels(high, low, budget, tau, signal_logits, Steady(smooth, band, dwell))
-    rule = _ema_and_recency(alpha, decay, levels, budget, _int8(scale_mode, window, demote))
+    rule = _ema_and_recency(
+        alpha, DecayedMass(decay, debias), levels, budget, _int8(scale_mode, window, demote, window_by)
+    )
     return both("confkv", rule, room, sinks, recent)
 
 
@@ -62,8 +66,10 @@ def confkv_l(
     beta: float = 0.5,
     at_least: int = 96,
     window: int = 128,
+    window_by: Literal["position", "rank"] = "position",
     scale_mode: ScaleMode = "running",
     demote: int = 1,
+    debias: bool = False,
     smooth: float = 0.0,
     band: float = 0.0,
     dwell: int = 0,
@@ -75,7 +81,9 @@ def confkv_l(
     """CONF-KV with budgets that fall over depth: N * beta^(l / L), never under `at_least` (CONF-KV-L)."""
     steady = Steady(smooth, band, dwell)
     levels = Falling(_levels(high, low, budget, tau, signal_logits, steady), beta, at_least)
-    rule = _ema_and_recency(alpha, decay, levels, budget, _int8(scale_mode, window, demote))
+    rule = _ema_and_recency(
+        alpha, DecayedMass(decay, debias), levels, budget, _int8(scale_mode, window, demote, window_by)
+    )
     return both("confkv-l", rule, room, sinks, recent)
 
 
@@ -110,19 +118,19 @@ def _levels(
     return ByConfidence(high or TIGHT, low or LOOSE, tau, signal, steady=steady)
 
 
-def _int8(scale_mode: ScaleMode, window: int, at_once: int) -> Tiering:
+def _int8(scale_mode: ScaleMode, window: int, at_once: int, by: Literal["position", "rank"]) -> Tiering:
     """INT8 behind the newest `window` positions, under one growing grid, or page by page."""
     if window == 0:
         raise SpecError("window=0: the newest token is always exact, so give 1 or more")
     if scale_mode == "running":
-        return ByAge(Coding("int8-running"), window, at_once)
-    return ByAge(Coding("int8"), window)
+        return ByAge(Coding("int8-running"), window, at_once, by)
+    return ByAge(Coding("int8"), window, by=by)
 
 
-def _ema_and_recency(alpha: float, decay: float, levels: Budget, mean: Budget | None, tiers: Tiering) -> Rule:
+def _ema_and_recency(alpha: float, mass: DecayedMass, levels: Budget, mean: Budget | None, tiers: Tiering) -> Rule:
     """CONF-KV's rule; `mean` rescales the levels."""
     if not 0 <= alpha <= 1:
         raise SpecError(f"alpha={alpha}: give a weight between 0 and 1")
-    scorer = Mix((Part(alpha, DecayedMass(decay)), Part(1 - alpha, Recency())))
+    scorer = Mix((Part(alpha, mass), Part(1 - alpha, Recency())))
     rule = Rule(scorer, levels, SHARED, tiers, protect=NEWEST_32)
     return rule if mean is None else rule.around(mean)

@@ -6,8 +6,9 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Literal
 
+from kvstrata.core import SpecError
 from kvstrata.kernels.codec import KeySpace
-from kvstrata.policy.budget import Budget, Share
+from kvstrata.policy.budget import Budget, OfTotal, Share
 from kvstrata.policy.granularity import Token
 from kvstrata.policy.policy import Policy, Rule
 from kvstrata.policy.presets.row import PRESETS, both
@@ -35,6 +36,7 @@ def qevict(
     margin: float = 0.0,
     admit: bool = False,
     heads: Literal["shared", "each"] = "shared",
+    total: int | None = None,
     sinks: int | None = None,
     recent: int | None = None,
 ) -> Policy:
@@ -42,8 +44,12 @@ def qevict(
 
     Window, interval, five sinks and the newest 32 tokens as published; `split`, the coded part of what windows may
     take, is not. A window is coded once; what is coded or asleep is charged. `window` tokens share a grid of keys.
-    score="routing-only" adds up the attention of those steps alone after which windows move, as the authors do.
+    score="routing-only" adds up the attention of those steps alone after which windows move, as the authors do. With
+    `total` a share is of so many tokens, prompt and answer together, and not of those seen so far.
     """
+    if total is not None and not isinstance(budget, Share):
+        raise SpecError(f"total={total} is what a share is of, but budget={budget} is none: leave out one of the two")
+    budget = OfTotal(budget, total) if total is not None and isinstance(budget, Share) else budget
     group = min(window, 64) if code in ("int4", "int2") else 64
     tiers = Recoverable(Coding(code, group, keys, ledger=True), split, window, every, margin, admit)
     scorer = AccumulatedMass(decay, per_query)

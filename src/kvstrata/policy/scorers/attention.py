@@ -24,6 +24,12 @@ def _mass(signals: Signals, heads: int) -> Tensor:
     return signals.mass if heads > 1 else signals.mass.mean(dim=1, keepdim=True)
 
 
+def _could_see(signals: Signals) -> Tensor:
+    """How many queries of the text could see each entry [B, 1|H, N]."""
+    position = signals.position.masked_fill(~signals.valid, -1)
+    return position.amax(dim=(1, 2), keepdim=True) + 1 - position
+
+
 class _Running(Stateless):
     """One number per entry, the score: `keep` of itself at every query, plus `gain` times the mass of a forward."""
 
@@ -92,8 +98,7 @@ class AccumulatedMass(_Running):
         total = signals.columns[self.column]
         if not self.per_query:
             return total
-        position = signals.position.masked_fill(~signals.valid, -1)
-        return total / (position.amax(dim=(1, 2), keepdim=True) + 1 - position)
+        return total / _could_see(signals)
 
 
 @SCORERS.add("decayed-mass")
@@ -102,11 +107,13 @@ class DecayedMass(_Running):
     """Moving average of the attention received: ema = decay * ema + (1 - decay) * mass, query by query.
 
     The state of CONF-KV (arXiv:2605.24786, Algorithm 1). Of a prompt only the last queries that weigh 1e-4 or more
-    are looked at, 88 of them for decay 0.9.
+    are looked at, 88 of them for decay 0.9. debias: divided by 1 - decay^n for an entry that n queries could see,
+    since young ones start from 0.
     """
 
     column = "ema"
     decay: float = 0.9
+    debias: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.decay < 1:
@@ -126,6 +133,11 @@ class DecayedMass(_Running):
     def gain(self) -> float:
         """What a query adds."""
         return 1 - self.decay
+
+    def score(self, signals: Signals) -> Tensor:
+        """The average, or what it would be had it not started from 0."""
+        average = signals.columns[self.column]
+        return average / (1 - self.decay ** _could_see(signals)) if self.debias else average
 
 
 @SCORERS.add("persistence")
