@@ -14,6 +14,8 @@ from kvstrata.policy.policy import Rule
 from kvstrata.policy.scorers.learned import WORTH
 from kvstrata.policy.surrogate import SurrogateModel
 
+TOGETHER = 1 << 22  # numbers made at once of what outputs make of values
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Model:
@@ -47,8 +49,10 @@ class Model:
 def added(outputs: Tensor, v: Tensor) -> Tensor:
     """Norms [b, h, G, S] of what h*G heads' parts of the output projection [h*G, Dv, Dv] make of v [b, h, S, Dv]."""
     turn = outputs.unflatten(0, (v.shape[1], -1)).flatten(1, 2).transpose(-1, -2)  # [h, Dv, G*Dv]
-    parts = (v.float() @ turn).unflatten(-1, (-1, v.shape[-1]))  # [b, h, S, G, Dv]
-    return torch.linalg.vector_norm(parts, dim=-1).transpose(2, 3)
+    size = max(1, TOGETHER // (v.shape[0] * turn[:, 0].numel()))
+    parts = ((s.float() @ turn).unflatten(-1, (-1, v.shape[-1])) for s in v.split(size, dim=2))  # [b, h, s, G, Dv]
+    norms = [torch.linalg.vector_norm(part, dim=-1).transpose(2, 3) for part in parts]
+    return torch.cat(norms, dim=-1)
 
 
 NOTHING = Model()
