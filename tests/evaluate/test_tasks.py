@@ -47,9 +47,10 @@ def test_a_context_is_at_most_as_long_as_asked_for(task, tokenizer, data):
             assert example.tokens > length / 2
 
 
-def test_needles_stand_at_their_depths_and_every_kind_comes_to_every_depth(tokenizer):
+@pytest.mark.parametrize("task", ["needle", "words"])
+def test_needles_stand_at_their_depths_and_every_kind_comes_to_every_depth(task, tokenizer):
     found = set()
-    for example in made("needle", tokenizer, length=3000, contexts=4):
+    for example in made(task, tokenizer, length=3000, contexts=4):
         text = tokenizer.decode(example.context)
         for probe in example.probes:
             value = tokenizer.decode(probe.answer).strip()

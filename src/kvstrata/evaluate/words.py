@@ -34,6 +34,11 @@ def names(rng: random.Random, count: int) -> list[str]:
     return list(found)
 
 
+def thing(rng: random.Random) -> str:
+    """An adjective and a noun."""
+    return f"{rng.choice(ADJECTIVES)} {rng.choice(NOUNS)}"
+
+
 def number(rng: random.Random) -> str:
     """Seven digits."""
     return str(rng.randrange(1_000_000, 10_000_000))
