@@ -45,7 +45,7 @@ def main() -> None:
     asking: list[float] = []
     choosing: list[float] = []
     timed(Asking, "note", asking)
-    timed(engine, "settle_across", choosing)
+    timed(engine, "settle_together", choosing)
     shares: list[tuple[float, float, float]] = []
     for _ in range(options.rounds):
         asking.clear(), choosing.clear()
