@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvstrata.core import Column, Signals, SpecError
-from kvstrata.kernels.mass import ALL_ROWS, Reduction
+from kvstrata.kernels.mass import ALL_ROWS, Moments, Reduction
 from kvstrata.policy.scorers import SCORERS
 from kvstrata.policy.scorers.attention import AccumulatedMass, DecayedMass, Persistence, WindowMass
 from kvstrata.policy.scorers.combine import Mix, Part
@@ -38,6 +38,7 @@ def make(name):
 
 READS = {
     "window-mass": Reduction(32),
+    "mean-variance": Moments(32),
     "accumulated-mass": Reduction(ALL_ROWS),
     "decayed-mass": Reduction(88, decay=0.9),
     "persistence": Reduction(400, counts=True),

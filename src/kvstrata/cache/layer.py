@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvstrata.cache.asking import Asking
 from kvstrata.cache.fed import Fed
-from kvstrata.cache.limits import exceeds, limits_of
+from kvstrata.cache.limits import exceeds, guarding, limits_of
 from kvstrata.cache.model import NOTHING, Model
 from kvstrata.cache.step import MOST_DRAFTS, Events, Mode, Pending, check_own
 from kvstrata.cache.stored import attend_stored
@@ -340,7 +340,8 @@ class Layer:
         store = self.store
         position, valid = store.column("position"), store.valid()
         columns = {column.name: store.column(column.name) for column in rule.columns}
-        protected = rule.protected(position, valid, self.seen, limits) if limits else ~valid
+        guards = limits and guarding(rule, limits, self.fed.real, self.shape)
+        protected = rule.protected(position, valid, self.seen, guards) if guards else ~valid
         keys = store.keys() if limits and "keys" in rule.signals else None
         seen = (self.index, forward.step, position, valid, protected, columns, tuple(forward.tokens), forward.mass)
         return Signals(*seen, keys, store.tier(), store.dormant() if limits else None)

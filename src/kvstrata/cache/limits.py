@@ -26,6 +26,11 @@ def limits_of(
     return [tuple(divided.shared(mean, share) for mean in caps) for caps, share in pairs]
 
 
+def guarding(rule: Rule, limits: Limits, real: list[int], shape: LayerShape) -> Limits:
+    """What protected tokens scale with: the limits, or their mean over layers where each has as many of its own."""
+    return rule.limits(real, None, shape) if rule.divided and rule.divided.own else limits
+
+
 def note_shares(store: LayerStore, shares: Sequence[float]) -> None:
     """Keep the layer's share of a budget, one number per row, beside its entries."""
     column = store.column(SHARE.name)

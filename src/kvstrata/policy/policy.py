@@ -15,7 +15,7 @@ from kvstrata.policy.budget import Budget, Everything, HeadTokens
 from kvstrata.policy.confidence import Steady
 from kvstrata.policy.granularity import Token
 from kvstrata.policy.merging import Merging
-from kvstrata.policy.preference import SHARE, ByPreference
+from kvstrata.policy.preference import SHARE, ByPreference, carried
 from kvstrata.policy.protect import Protect
 from kvstrata.policy.scorers import Scorer
 from kvstrata.policy.scorers.recency import Recency
@@ -136,9 +136,11 @@ class Rule:
     def plan_of(self, z: Tensor, keep: Tensor, signals: Signals) -> Plan:
         """The plan that keeps these entries [B, 1|H, N] bool of scores z."""
         tier = self.tiers.assign(keep, signals)
+        columns = carried(signals) if self.divided else {}
         if self.merge is None:
-            return Plan(tier, _nans(z, signals))
-        return Plan(tier, _nans(z, signals), *self.merge.merges(z, (tier != Tier.DROP) & signals.valid, signals))
+            return Plan(tier, _nans(z, signals), columns=columns)
+        merges, changed = self.merge.merges(z, (tier != Tier.DROP) & signals.valid, signals)
+        return Plan(tier, _nans(z, signals), merges, {**columns, **changed})
 
     def _keep(self, z: Tensor, signals: Signals, limits: list[tuple[int, ...]]) -> Tensor:
         """Which entries [B, 1|H, N] stay."""

@@ -149,6 +149,13 @@ class ByPreference:
         return min(self.own, mean // 2)
 
 
+def carried(signals: Signals) -> dict[str, Tensor]:
+    """The column of a layer's shares, new entries included, as those that have them now may go."""
+    column = signals.columns[SHARE.name]
+    share = column.masked_fill(~signals.valid, 0.0).amax(dim=(1, 2), keepdim=True)
+    return {SHARE.name: share.expand(column.shape)}
+
+
 def divided(weights: Sequence[float], total: int, most: int) -> list[int]:
     """`total` in proportion to weights, rounded down, none above `most`; what is left goes to all with room evenly.
 
