@@ -51,7 +51,7 @@ def main() -> None:
     choosing: list[float] = []
     timed(Asking, "note", scoring)
     timed(SurrogateModel, "__call__", scoring)
-    timed(engine, "settle_across", choosing)
+    timed(engine, "settle_together", choosing)
 
     def share(cache: object, part: torch.Tensor) -> tuple[float, float, float]:
         """Of one forward: seconds without scoring and choosing, and the shares of these two of that."""

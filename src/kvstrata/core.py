@@ -9,7 +9,7 @@ T tokens of the prompt · Q queries of this forward · N entries of a layer now 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Literal
 
@@ -103,8 +103,27 @@ class Signals:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Merges:
+    """Entries that are added to others which stay: tensors [M] with one number for each such pair.
+
+    value[target] = own * value[target] + sum of weight * value[source] over the pairs of a target, by the values of
+    before. `own` is 1, or with `mean` what the weights leave of 1. Targets are exact; sources may be coded.
+    """
+
+    row: Tensor  # int64, like the following
+    head: Tensor  # of the plan's 1|H; where heads share their tokens a pair holds for all of them
+    source: Tensor  # slot in the dense forms
+    target: Tensor
+    weight: Tensor  # fp32
+    mean: bool = False
+    keys: bool = False  # whether keys are merged as values are
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """Which tier every entry of a layer goes to. Only the store acts on it."""
+    """Which tier every entry of a layer goes to. Only the store acts on it: first merges, then columns, then tiers."""
 
     tier: Tensor  # [B, 1|H, N], values of `Tier`
     nan_scores: Tensor | int = 0  # scores that were NaN, as a 0-dim tensor
+    merges: Merges | None = None
+    columns: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])  # new values [B, 1|H, N]

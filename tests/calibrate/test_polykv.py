@@ -40,7 +40,7 @@ def test_local_signals_are_those_of_runs_with_one_layer_perturbed(phase):
     found = local_signals(tiny(), PROMPT, MORE, Asked(PATTERNS, BUDGET, (phase,)))
     full, _ = outputs("full", phase == "decode")
     for name in PATTERNS:
-        rule = pattern_rule(name, BUDGET)
+        rule = pattern_rule(name, BUDGET, phase)
         for layer in range(LAYERS):
             sides = (rule, None) if phase == "prefill" else (None, rule)
             before = (LayerRange(None, None, 0, layer - 1),) if layer else ()

@@ -11,10 +11,11 @@ from kvstrata.hf.compat import CACHE_KEYWORD
 
 PRESETS = (
     *("window", "streaming", "random", "keynorm", "keydiff", "h2o", "tova", "snapkv"),
-    *("pyramidkv", "scissorhands", "confkv", "confkv-l", "echo-head"),
+    *("pyramidkv", "scissorhands", "confkv", "confkv-l", "echo-head", "cake", "cam", "d2o"),
 )
 ALL = ("full", *PRESETS)
 GROW = ("snapkv", "pyramidkv")  # compress the prompt only
+MERGING = ("cam", "d2o")  # write values, so that no mask on a full cache gives what they give
 TWO_LEVELS = "confkv:high=7,low=14,recent=3,tau=0.31"  # both are reached: the tiny models are as often sure as not
 POOLED = {  # heads of a layer share the budget, so they end with different lengths
     "name": "pooled",
@@ -97,6 +98,8 @@ def spec(name: str, budget: str | int) -> str:
         "echo-head": f":budget={amount},window=4" + (",room=1" if "room=" not in rest else ""),
         "full": "",
         "pyramidkv": f":budget={amount},beta=1",
+        "cake": f":budget={amount},tau1=inf,tau2=inf",
+        "d2o": f":budget={amount},alpha=0",
         "confkv": f":high={amount},low={amount},window={EXACT}",
         "confkv-l": f":high={amount},low={amount},beta=1,at_least=1,window={EXACT}",
     }.get(name, f":budget={amount}")

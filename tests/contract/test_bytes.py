@@ -16,6 +16,8 @@ COLUMNS = {
     **dict.fromkeys(("h2o", "scissorhands", "echo-head"), 2 * (4 + 4)),
     **dict.fromkeys(("keynorm", "keydiff", "snapkv", "pyramidkv"), 2 * 4),
     **dict.fromkeys(("confkv", "confkv-l"), 4 + 4),
+    **dict.fromkeys(("cam", "cake"), 2 * (4 + 4)),
+    "d2o": 2 * (4 + 4 + 4 + 4),
 }
 
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstrata.kernels.mass import column_lse, column_mass, query_blocks
+from kvstrata.kernels.mass import column_lse, column_mass, column_moments, moments, query_blocks
 from kvstrata.kernels.mass import ref as mass_ref
 
 from .. import oracle
@@ -103,3 +103,29 @@ def test_blocks_cover_the_queries_in_order_and_stay_small(queries, width):
     assert all(stop > start for start, stop in blocks)
     fewest = -(-queries // max(1, mass_ref.BLOCK_ELEMENTS // width))
     assert len(blocks) == fewest
+
+
+@groups
+@pytest.mark.parametrize("blocks", [1, 1 << 20], ids=["head-by-head", "at-once"])
+@pytest.mark.parametrize(("rows", "keys"), [(1, 9), (5, 5), (7, 64), (32, 129)])
+def test_moments_agree_with_the_whole_matrix(group, blocks, rows, keys, monkeypatch):
+    monkeypatch.setattr(moments, "BLOCK_ELEMENTS", blocks)
+    q, k = case(rows, keys, group, torch.float32)
+    found = column_moments(q, k, column_lse(q, k, scale=SCALE), scale=SCALE)
+    p, _ = oracle.probabilities(q, k, oracle.causal(rows, keys), scale=SCALE)
+    p = p.unflatten(1, (2, group))
+    variance = p.var(3).mean(2) if rows > 1 else torch.zeros(2, 2, keys)
+    wanted = torch.stack([p.mean((2, 3)), variance, torch.special.entr(p).sum(3).mean(2)], dim=-1)
+    assert found.dtype == torch.float32
+    assert (found - wanted).abs().max() <= 1e-5
+
+
+def test_moments_under_a_softcap():
+    q, k = case(6, 20, 3, torch.float32)
+    found = column_moments(q, k, column_lse(q, k, scale=SCALE, softcap=2.0), scale=SCALE, softcap=2.0)
+    assert (found[..., 0].sum(dim=-1) - 1).abs().max() <= 1e-5
+    assert torch.allclose(
+        found[..., 0] * 6,
+        column_mass(q, k, column_lse(q, k, scale=SCALE, softcap=2.0), scale=SCALE, softcap=2.0),
+        atol=1e-5,
+    )

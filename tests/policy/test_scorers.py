@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from kvstrata.core import Column, Signals, SpecError
-from kvstrata.kernels.mass import ALL_ROWS, Future, Reduction
+from kvstrata.kernels.mass import ALL_ROWS, Future, Moments, Reduction
 from kvstrata.policy.scorers import SCORERS
 from kvstrata.policy.scorers.attention import AccumulatedMass, DecayedMass, Persistence, WindowMass
 from kvstrata.policy.scorers.combine import Mix, Part
 from kvstrata.policy.scorers.keys import KeyDiff, KeyNorm
 from kvstrata.policy.scorers.outputs import Critical, Expected, Lag
 from kvstrata.policy.scorers.recency import Random, Recency
+from kvstrata.policy.scorers.spread import MeanVariance
 
 
 def signals(position, layer=0, step=0, protected=(), **given):
@@ -43,6 +44,7 @@ def make(name):
 
 READS = {
     "window-mass": Reduction(32),
+    "mean-variance": Moments(32),
     "accumulated-mass": Reduction(ALL_ROWS),
     "decayed-mass": Reduction(88, decay=0.9),
     "persistence": Reduction(400, counts=True),
@@ -213,6 +215,18 @@ def test_neighbours_are_those_in_position_and_not_in_slot():
     assert close(pooled, [[[3.0, 5.0, 1.0, 5.0, 3.0]]])
 
 
+def test_mean_variance_is_the_mean_and_gamma_variances_pooled():
+    moments = [
+        [[[0.5, 0.01, 9.0], [0.0, 0.02, 9.0], [0.2, 0.0, 9.0]], [[0.1, 0.0, 9.0], [0.1, 0.0, 9.0], [0.4, 0.0, 9.0]]]
+    ]
+    own = MeanVariance(pool=1, gamma=10.0).score(signals([[[0, 1, 2]] * 2], mass=moments))
+    assert close(own, [[[0.6, 0.2, 0.2], [0.1, 0.1, 0.4]]])
+    shared = MeanVariance(pool=1, gamma=10.0).score(signals([[[0, 1, 2]]], mass=moments))
+    assert close(shared, [[[0.35, 0.15, 0.3]]])
+    pooled = MeanVariance(pool=3, gamma=10.0).score(signals([[[0, 1, 2]] * 2], mass=moments, protected=[2]))
+    assert close(pooled[..., :2], [[[0.8 / 3, 0.8 / 3], [0.2 / 3, 0.2 / 3]]])
+
+
 def test_slots_past_a_length_are_no_neighbours():
     mass = [[[9.0, 3.0, 6.0, 0.0, 0.0]], [[3.0, 6.0, 9.0, 0.0, 3.0]]]
     pooled = WindowMass(pool=3).score(signals([[[7, 0, 5, -1, -1]], [[0, 1, 2, 3, 4]]], mass=mass))
@@ -226,7 +240,7 @@ def test_no_scorer_takes_a_slot_for_a_position(scorer, heads):
     n = 12
     position = torch.arange(0, 3 * n, 3, dtype=torch.int32).expand(2, heads, n)
     mask = torch.zeros_like(position, dtype=torch.bool)
-    mass, keys = torch.rand(2, 3, n), torch.randn(2, 3, n, 4)
+    mass, keys = torch.rand(2, 3, n, *((3,) if isinstance(scorer.mass, Moments) else ())), torch.randn(2, 3, n, 4)
     recent, queries = position >= 3 * (n - 2), (1, 1)
     columns = {name: torch.rand(2, heads, n) for name in COLUMNS.values()}
     values, added, caps = torch.randn(2, 3, n, 4), torch.rand(2, 3, n), torch.tensor([[5], [6]])
@@ -235,7 +249,7 @@ def test_no_scorer_takes_a_slot_for_a_position(scorer, heads):
     whole = Signals(1, 2, position, ~mask, recent, columns, queries, mass, keys, values, added, caps)
     order = torch.randperm(n)
     moved = {name: column[..., order] for name, column in columns.items()}
-    parts = position[..., order], ~mask, recent[..., order], moved, queries, mass[..., order], keys[:, :, order]
+    parts = position[..., order], ~mask, recent[..., order], moved, queries, mass[:, :, order], keys[:, :, order]
     shuffled = Signals(1, 2, *parts, values[:, :, order], added[..., order], caps)
     assert torch.allclose(scorer.score(shuffled), scorer.score(whole)[..., order], atol=1e-6)
 

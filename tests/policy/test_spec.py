@@ -126,7 +126,7 @@ def test_a_range_that_does_not_cover_a_layer_is_an_error_when_it_is_asked_for(fi
 
 
 TEXT_ERRORS = {
-    "": "no policy named ''. There are: adakv, confkv, confkv\\+, confkv-l, criticalkv, duo, echo",
+    "": "no policy named ''. There are: adakv, cake, cam, confkv, confkv\\+, confkv-l, criticalkv, d2o",
     "h20": "no policy named 'h20'. Did you mean 'h2o'?",
     "nothing-like-it": r"no policy named 'nothing-like-it'\. There are",
     "h2o:bugdet=5": "no key of policy 'h2o' named 'bugdet'. Did you mean 'budget'?",

@@ -237,7 +237,7 @@ def _trace(
 
 
 def _stand_in(policy: Policy) -> Policy:
-    return policy.map_rules(lambda rule: replace(rule, scorer=_Stand(rule.scorer.columns, rule.scorer.asks)))
+    return policy.map_rules(lambda rule: replace(rule, scorer=_Stand(rule.columns, rule.scorer.asks), merge=None))
 
 
 def _bill(traces: list[list[_Forward]], prompt_forwards: int, waits: bool) -> Bill:

@@ -2,21 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from kvstrata.cache.layer import Layer
+from kvstrata.cache.limits import Limits, note_shares
+from kvstrata.cache.step import Pending
 from kvstrata.policy.across import select_across
 from kvstrata.policy.policy import Rule
+from kvstrata.policy.preference import ByPreference
 
-Limits = list[tuple[int, ...]]  # per row, one or one per head
+Claim = tuple[Pending, Rule, list[float] | None]  # a forward, its rule, and how sure the model was
 
 
 @torch.no_grad()
-def settle_across(layers: Sequence[Layer]) -> None:
-    """Let layers whose forward waits for the others act, all of them if one row is over what all may hold."""
-    claims = [claim for layer in layers if (claim := layer.claim())]
+def settle_together(layers: Sequence[Layer]) -> None:
+    """Let layers act whose forward waits for one another: those that compete, and those that divide a budget."""
+    claims = {layer: claim for layer in layers if (claim := layer.claim())}
+    if compete := {layer: claim for layer, claim in claims.items() if claim[1].across}:
+        settle_across(compete)
+    for budget in dict.fromkeys(rule.divided for _, rule, _ in claims.values() if not rule.across):
+        if budget is not None:
+            settle_divided(budget, {layer: claim for layer, claim in claims.items() if claim[1].divided == budget})
+
+
+def settle_divided(budget: ByPreference, claims: Mapping[Layer, Claim]) -> None:
+    """Measure what each layer's share of a budget depends on, give it out, and let them act by it."""
+    assert budget.preference is not None
+    measures: list[list[float]] = []
+    for layer, (forward, rule, _) in claims.items():
+        layer.observe(forward, rule)
+        measures.append(budget.preference.measure(layer.view(forward, rule, None)).tolist())
+    layer, (_, rule, sure) = next(iter(claims.items()))
+    means = rule.limits(layer.fed.real, sure, layer.shape)
+    each = zip(zip(*measures, strict=True), means, layer.fed.real, strict=True)
+    rows = [budget.shares(of_layers, min(mean), seen) for of_layers, mean, seen in each]
+    for (layer, claim), shares in zip(claims.items(), zip(*rows, strict=True), strict=True):
+        note_shares(layer.store, shares)
+        layer.conclude(*claim)
+
+
+def settle_across(found: Mapping[Layer, Claim]) -> None:
+    """Let layers that compete act, all of them if one row is over what all may hold."""
+    layers, claims = list(found), list(found.values())
     rules = [rule for _, rule, _ in claims]
     limits = [layer.limits(rule, sure) for layer, (_, rule, sure) in zip(layers, claims, strict=True)]
     over = _over(layers, limits)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kvstrata.cache.across import settle_across
+from kvstrata.cache.across import settle_together
 from kvstrata.cache.layer import Layer
 from kvstrata.cache.model import NOTHING, Model
 from kvstrata.cache.step import MOST_DRAFTS, Mode
@@ -74,13 +74,13 @@ class PolicyCache:
         return any(layer.waits for layer in self.layers.values())
 
     def settle(self) -> None:
-        """Let every layer act on the forward that waits, those together that choose over all layers."""
+        """Let every layer act on the forward that waits, those together that depend on one another."""
         together = [layer for layer in self.layers.values() if layer.waits_for_others]
         for layer in self.layers.values():
             if not layer.waits_for_others:
                 layer.settle()
         if together:
-            settle_across(together)
+            settle_together(together)
 
     def accept(self) -> None:
         """Take drafts that wait for granted and settle, since the next forward is here."""

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from kvstrata.cache.asking import Asking
 from kvstrata.cache.fed import Fed
+from kvstrata.cache.limits import exceeds, guarding, limits_of
 from kvstrata.cache.model import NOTHING, Model
 from kvstrata.cache.shown import shown
 from kvstrata.cache.step import MOST_DRAFTS, Events, Mode, Pending, check_own
-from kvstrata.cache.stored import attend_stored, mass_of
-from kvstrata.cache.waiting import drafted, first_sums, joined, seeded
+from kvstrata.cache.stored import attend_stored
+from kvstrata.cache.waiting import drafted, first_sums, joined, put_off, seeded, sum_late, with_queries
 from kvstrata.core import InputError, LayerShape, Phase, Plan, Signals, SpecError, Tier
 from kvstrata.kernels.attention import KernelName, Softmax
 from kvstrata.policy.policy import Policy, Rule
@@ -65,6 +66,7 @@ class Layer:
         self.fed.reset()
         self.events = Events()
         self._pending: Pending | None = None
+        self._first: Pending | None = None  # newest queries of a prompt in parts, for the sums of the decode rule
         self.acted: int | None = None  # columns fed when a rule last acted
         self._like: LayerShape | None = None  # of the keys stored
         self.hidden: Tensor | None = None  # [B, Q, hidden] of the forward that begins, where the policy reads it
@@ -179,13 +181,15 @@ class Layer:
         waits = mode.prefilling or (rule is not None and rule.at_step_end)
         limits = None if waits or rule is None else self._due(rule, None)
         reads = waits or limits is not None or (rule is not None and rule.observes and not rule.sampled)
-        late = rule is None or (mode.prefilling and not rule.scorer.columns)
+        late = rule is None or put_off(rule, mode)
         reduction = None if rule is None or late or not reads else rule.scorer.mass
         done = self._attention(self.store, q, tokens, softmax, reduction, own, known)
         if self.asking and self.asking.take(q, tokens, done.lse):
             self.asking.note(self.store, self.seen, softmax)
         if later := seeded(self.rules, rule, mode):
-            self.observe(first_sums(later, self.step, q, tokens, softmax), later)
+            self._first = first_sums(self._first, later, self.step, q, tokens, softmax)
+            if not mode.prefilling:
+                self._begin_sums()
         if rule is None:
             return done.out
         this = Pending(rule, self.step, queries, tokens, done.mass, softmax)
@@ -193,7 +197,7 @@ class Layer:
             self.observe(this, rule)
             self._pending = joined(self._pending, this, q, rule)
         elif waits:
-            self._pending = this
+            self._pending = with_queries(this, q, rule) if late else this
         elif reads:
             self._settle(this, rule, limits)
         return done.out
@@ -237,19 +241,23 @@ class Layer:
 
     @property
     def waits_for_others(self) -> bool:
-        """Whether what waits is decided over all layers at once."""
-        return self._pending is not None and self._pending.rule is not None and self._pending.rule.across
+        """Whether what waits is decided with other layers."""
+        return self._pending is not None and self._pending.rule is not None and self._pending.rule.together
 
     @torch.no_grad()
     def settle(self) -> None:
         """Let the rule of the forward that waits act, with the confidence that its logits gave, if they came."""
         if claim := self.claim():
-            forward, rule, sure = claim
-            self.events.no_logits += rule.across  # else all layers would settle together
-            self._settle(forward, rule, self._due(rule, sure))
+            self.events.no_logits += claim[1].together  # else all layers would settle together
+            self.conclude(*claim)
+
+    def conclude(self, forward: Pending, rule: Rule, sure: list[float] | None) -> None:
+        """Let a rule act after its forward, if it is due."""
+        self._settle(forward, rule, self._due(rule, sure))
 
     def claim(self) -> tuple[Pending, Rule, list[float] | None] | None:
         """Hand over the forward that waits, its rule and how sure the model was; None where nothing is to decide."""
+        self._begin_sums()
         pending, self._pending = self._pending, None
         if pending and pending.draft and self.asking and self.asking.add(pending.queries) and pending.softmax:
             self.asking.note(self.store, self.seen, pending.softmax)
@@ -261,20 +269,20 @@ class Layer:
             self.events.no_logits += 1
         return pending, rule, sure
 
+    def _begin_sums(self) -> None:
+        """Let the decode rule's scorer observe the newest queries of a prompt."""
+        first, self._first = self._first, None
+        if first and first.rule:
+            self.observe(first, first.rule)
+
     def _due(self, rule: Rule, confidence: list[float] | None) -> list[tuple[int, ...]] | None:
         """Limits per row if something is over them after this forward, or would change tiers, else None."""
-        limits, heads = self.limits(rule, confidence), self.store.segment_heads
-        over = any(
-            sum(lengths) > sum(caps) * heads // len(caps)
-            if rule.granularity.sums
-            else any(n > caps[head % len(caps)] for head, n in enumerate(lengths))
-            for lengths, caps in zip(self.store.lengths(), limits, strict=True)
-        )
-        return limits if self.due(rule, over) else None
+        limits = self.limits(rule, confidence)
+        return limits if self.due(rule, exceeds(self.store, rule, limits)) else None
 
     def limits(self, rule: Rule, confidence: list[float] | None) -> list[tuple[int, ...]]:
         """Entries each row may keep now."""
-        return rule.limits(self.fed.real, confidence, self.shape)
+        return limits_of(self.store, rule, self.fed.real, confidence, self.shape)
 
     def due(self, rule: Rule, over: bool) -> bool:
         """Whether the rule is to act: over says that more is stored than allowed."""
@@ -300,25 +308,17 @@ class Layer:
     def observe(self, forward: Pending, rule: Rule) -> None:
         """Let the scorer keep something of a forward, once."""
         if rule.observes and not forward.observed:
-            self._late_mass(forward, rule)
+            sum_late(self.store, forward, rule)
             for name, value in rule.scorer.observe(self.signals(forward, rule, None)).items():
                 self.store.set_column(name, value)
             forward.observed = True
 
-    def view(self, forward: Pending, rule: Rule, limits: list[tuple[int, ...]]) -> Signals:
-        """What the rule sees when it acts after a forward."""
-        self._late_mass(forward, rule)
+    def view(self, forward: Pending, rule: Rule, limits: list[tuple[int, ...]] | None) -> Signals:
+        """What the rule sees when it acts after a forward, or before its limits are known."""
+        sum_late(self.store, forward, rule)
         if self.asking and forward.softmax:
             self.asking.note(self.store, self.seen, forward.softmax)
         return self.signals(forward, rule, limits)
-
-    def _late_mass(self, forward: Pending, rule: Rule) -> None:
-        """Sum what the queries that were kept gave, where that was put off."""
-        queries, forward.queries = forward.queries, []
-        if queries and rule.scorer.mass:
-            assert forward.softmax is not None
-            late = mass_of(self.store, queries, forward.softmax, rule.scorer.mass)
-            forward.mass = late if forward.mass is None else forward.mass[:, :, : late.shape[2]] + late
 
     def act(self, rule: Rule, plan: Plan, limits: list[tuple[int, ...]]) -> None:
         """Apply what was decided."""
@@ -338,7 +338,8 @@ class Layer:
 
     def signals(self, forward: Pending, rule: Rule, limits: list[tuple[int, ...]] | None) -> Signals:
         """What is stored, with what a forward gave, as the rule sees it."""
-        return shown(self.store, self._model, self.index, self.seen, forward, rule, limits)
+        guards = limits and guarding(rule, limits, self.fed.real, self.shape)
+        return shown(self.store, self._model, self.index, self.seen, forward, rule, limits, guards)
 
     # -- rows, masks and rollback -------------------------------------------------------------------------------
 
@@ -362,9 +363,8 @@ class Layer:
         """Make row i a copy of what is row `rows[i]` now (beams, repeats, selections)."""
         if self.store.is_empty:
             return
-        if pending := self._pending:  # parts of a prompt: all else was settled before
-            pending.tokens = [pending.tokens[row] for row in rows]
-            pending.queries = [pending.queries[row] for row in rows] if pending.queries else []
+        for pending in filter(None, (self._pending, self._first)):  # parts of a prompt: all else was settled before
+            pending.select_rows(rows)
         self.store.select_rows(rows)
         self.fed.select_rows(rows)
         if self.asking:

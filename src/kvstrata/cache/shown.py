@@ -22,15 +22,19 @@ def shown(
     forward: Pending,
     rule: Rule,
     limits: list[tuple[int, ...]] | None,
+    guards: list[tuple[int, ...]] | None,
 ) -> Signals:
-    """What is stored, with what a forward gave. Without `limits` the rule only observes, and gets no more than mass."""
+    """What is stored, with what a forward gave; `guards` are what protected tokens scale with.
+
+    Without `limits` the rule only observes, and gets no more than mass.
+    """
     position, valid = store.column("position"), store.valid()
-    columns = {column.name: store.column(column.name) for column in rule.scorer.columns}
-    protected = rule.protected(position, valid, list(seen), limits) if limits else ~valid
+    columns = {column.name: store.column(column.name) for column in rule.columns}
+    protected = rule.protected(position, valid, list(seen), guards) if guards else ~valid
     here = (layer, forward.step, position, valid, protected, columns, tuple(forward.tokens), forward.mass)
     if not limits:
         return Signals(*here, tier=store.tier())
-    needs = rule.scorer.needs
+    needs = rule.signals
     return Signals(
         *here,
         keys=store.dense("k") if "keys" in needs else None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from kvstrata.cache.fed import Fed
 from kvstrata.core import UnsupportedModelError
 from kvstrata.kernels.attention import Softmax
-from kvstrata.kernels.mass import ALL_ROWS
+from kvstrata.kernels.mass import ALL_ROWS, Moments
 from kvstrata.policy.confidence import Mood, Steady
 from kvstrata.policy.policy import Rule
 
@@ -87,6 +87,11 @@ class Pending:
     draft: bool = False
     unjudged: Rule | None = None  # the rule of a draft that turns out to be a prompt
 
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Make row i a copy of what is row `rows[i]` now, of a forward whose mass is made later."""
+        self.tokens = [self.tokens[row] for row in rows]
+        self.queries = [self.queries[row] for row in rows] if self.queries else []
+
     def shorten(self, count: int) -> None:
         """Leave out its newest `count` columns."""
         self.columns -= count
@@ -111,7 +116,8 @@ def check_own(mode: Mode, own: Tensor | None, rule: Rule | None, rules: Iterable
     """Refuse image masks `own` where attention is summed later, when they are gone."""
     if own is None:
         return
-    late = mode.drafting or (mode.prefilling and rule is not None and not rule.scorer.columns)
+    late = mode.drafting or (rule is not None and isinstance(rule.scorer.mass, Moments))
+    late |= mode.prefilling and rule is not None and not rule.scorer.columns
     if late and any(other.scorer.mass for other in rules if other):
         raise UnsupportedModelError(
             "a prompt whose tokens see later ones (images) cannot come with drafts, nor in parts with "

@@ -10,7 +10,7 @@ from torch import Tensor
 from kvstrata.cache.step import newest_queries
 from kvstrata.core import UnsupportedModelError
 from kvstrata.kernels.attention import Attended, Softmax, attend, attend_pages
-from kvstrata.kernels.mass import ALL_ROWS, Future, Reduction, expected_mass, native, ref
+from kvstrata.kernels.mass import Future, Moments, Reduction, Summing, column_moments, expected_mass, native, ref
 from kvstrata.store import Block, LayerStore
 
 MOST_ROWS = 16  # queries of one forward up to which paged kernels serve; more are a prompt, which torch does better
@@ -21,7 +21,7 @@ def attend_stored(
     q: Tensor,
     tokens: list[int],
     softmax: Softmax,
-    reduction: Reduction | Future | None,
+    reduction: Summing | None,
     own: Tensor | None,
     known: Tensor | None = None,
 ) -> Attended:
@@ -36,9 +36,10 @@ def attend_stored(
         store.flush()
         queries = newest_queries(q, tokens, reduction.rows) if reduction else []
         return Attended(known, None, mass_of(store, queries, softmax, reduction) if reduction else None)
-    if isinstance(reduction, Future):
+    if isinstance(reduction, (Moments, Future)):  # which no kernel makes on its way
         done = attend_stored(store, q, tokens, softmax, None, own)
-        return replace(done, mass=mass_of(store, newest_queries(q, tokens, ALL_ROWS), softmax, reduction))
+        queries = newest_queries(q, tokens, reduction.rows)
+        return replace(done, mass=mass_of(store, queries, softmax, reduction))
     split = len(set(tokens)) > 1 or tokens[0] < q.shape[2]
     fresh = store.take_unwritten()
     if store.paged and q.shape[2] <= MOST_ROWS and own is None:
@@ -97,16 +98,16 @@ def _attend_blocks(
     return Attended(out, lse, mass)
 
 
-def mass_of(
-    store: LayerStore, queries: list[Tensor], softmax: Softmax, reduction: Reduction | Future, newer: int = 0
-) -> Tensor:
-    """Mass [B, H, N] of the given queries alone, per row [H*G, R, D].
+def mass_of(store: LayerStore, queries: list[Tensor], softmax: Softmax, reduction: Summing, newer: int = 0) -> Tensor:
+    """Mass [B, H, N], or moments of it [B, H, N, 3], of the given queries alone, per row [H*G, R, D].
 
     Their entries stand last, but for the `newer` ones behind them that they do not see.
     """
     mass = _no_mass(store, queries[0].device)
     if isinstance(reduction, Future):
         return _expected(store, queries, softmax, reduction, mass)
+    if isinstance(reduction, Moments):
+        mass = mass[..., None].repeat(1, 1, 1, 3)
     group = queries[0].shape[0] // store.num_kv_heads
     for block in store.blocks(split_rows=True):
         heads = slice(block.heads.start * group, block.heads.stop * group)
@@ -117,7 +118,10 @@ def mass_of(
         k = block.k[:, :, : block.k.shape[2] - newer]
         sums = native if store.kernels == "native" else ref
         lse = sums.column_lse(q, k, scale=of.scale, softcap=of.softcap, sinks=of.sinks)
-        part = sums.column_mass(q, k, lse, scale=of.scale, softcap=of.softcap, reduction=reduction)
+        if isinstance(reduction, Moments):
+            part = column_moments(q, k, lse, scale=of.scale, softcap=of.softcap)
+        else:
+            part = sums.column_mass(q, k, lse, scale=of.scale, softcap=of.softcap, reduction=reduction)
         mass[block.rows, block.heads, block.places(k.shape[2])] = part
     return mass
 

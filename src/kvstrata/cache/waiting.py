@@ -10,11 +10,25 @@ from kvstrata.cache.step import MOST_DRAFTS, Mode, Pending, joined_queries, newe
 from kvstrata.cache.stored import mass_of
 from kvstrata.core import Phase
 from kvstrata.kernels.attention import Softmax
-from kvstrata.kernels.mass import ALL_ROWS, Future
+from kvstrata.kernels.mass import ALL_ROWS, Future, Moments
 from kvstrata.policy.policy import Rule
 from kvstrata.store import LayerStore
 
 SEED = 32  # newest queries of a prompt with which a decode rule's sums begin
+
+
+def put_off(rule: Rule, mode: Mode) -> bool:
+    """Whether mass is summed only when the rule acts, from queries that are kept: it is no sum over parts, or large."""
+    if rule.scorer.columns:
+        return False
+    return mode.prefilling or (rule.at_step_end and isinstance(rule.scorer.mass, Moments))
+
+
+def with_queries(this: Pending, q: Tensor, rule: Rule) -> Pending:
+    """Keep of q [B, H*G, Q, D] what the rule's scorer reads."""
+    if rule.scorer.mass:
+        this.queries = newest_queries(q, this.tokens, rule.scorer.mass.rows)
+    return this
 
 
 def joined(before: Pending | None, this: Pending, q: Tensor, rule: Rule) -> Pending:
@@ -24,8 +38,8 @@ def joined(before: Pending | None, this: Pending, q: Tensor, rule: Rule) -> Pend
     """
     if rule.scorer.columns:
         this.mass, this.observed = None, True
-    elif rule.scorer.mass:
-        this.queries = newest_queries(q, this.tokens, rule.scorer.mass.rows)
+    else:
+        this = with_queries(this, q, rule)
     if before:
         this.columns += before.columns
         this.tokens = [a + b for a, b in zip(before.tokens, this.tokens, strict=True)]
@@ -46,10 +60,24 @@ def seeded(rules: Mapping[Phase, Rule | None], acted: Rule | None, mode: Mode) -
     return None if acted is not None and acted.scorer == later.scorer else later
 
 
-def first_sums(later: Rule, step: int, q: Tensor, tokens: list[int], softmax: Softmax) -> Pending:
-    """The newest queries of a prompt q [B, H*G, Q, D], as a forward for a rule's scorer to observe."""
+def first_sums(
+    before: Pending | None, later: Rule, step: int, q: Tensor, tokens: list[int], softmax: Softmax
+) -> Pending:
+    """The newest queries of a prompt, whose last part is q [B, H*G, Q, D], for a rule's scorer to observe."""
     newest = newest_queries(q, tokens, SEED)
+    if before:
+        newest = [joined_queries(*pair, SEED) for pair in zip(before.queries, newest, strict=True)]
+        tokens = [a + b for a, b in zip(before.tokens, tokens, strict=True)]
     return Pending(later, step, q.shape[2], tokens, softmax=softmax, queries=newest)
+
+
+def sum_late(store: LayerStore, forward: Pending, rule: Rule) -> None:
+    """Sum what the queries that were kept gave, where that was put off."""
+    queries, forward.queries = forward.queries, []
+    if queries and rule.scorer.mass:
+        assert forward.softmax is not None
+        late = mass_of(store, queries, forward.softmax, rule.scorer.mass)
+        forward.mass = late if forward.mass is None else forward.mass[:, :, : late.shape[2]] + late
 
 
 def drafted(store: LayerStore, this: Pending, q: Tensor, asks: bool) -> Pending:

@@ -82,7 +82,8 @@ class _Probe:
         self._look(q, every, softmax)
         for phase in self._asked.phases:
             for name in self._asked.patterns:
-                other = self._perturbed(pattern_rule(name, self._asked.budget), phase, q, k, v, softmax)
+                rule = pattern_rule(name, self._asked.budget, phase)
+                other = self._perturbed(rule, phase, q, k, v, softmax)
                 self.cosine[phase][name] = self._alike(out, other)
         self._prompt = None
         return out
@@ -144,9 +145,12 @@ def local_signals(model: PreTrainedModel, prompt: Sequence[int], more: Sequence[
 
 def _ranges(asked: Asked) -> list[LayerRange]:
     """A policy that never acts, but asks of the model whatever some pattern needs."""
-    return [LayerRange(pattern_rule(name, asked.budget), None, i, i) for i, name in enumerate(asked.patterns)] + [
-        LayerRange(None, None, len(asked.patterns))
+    size = asked.budget
+    every = [
+        LayerRange(pattern_rule(name, size), pattern_rule(name, size, "decode"), i, i)
+        for i, name in enumerate(asked.patterns)
     ]
+    return [*every, LayerRange(None, None, len(every))]
 
 
 @torch.no_grad()

@@ -14,6 +14,8 @@ from kvstrata.kernels.echo import Band
 from kvstrata.policy.budget import Budget, Everything, HeadTokens
 from kvstrata.policy.confidence import Steady
 from kvstrata.policy.granularity import Token
+from kvstrata.policy.merging import Merging
+from kvstrata.policy.preference import SHARE, ByPreference, carried
 from kvstrata.policy.protect import Protect
 from kvstrata.policy.scorers import Scorer
 from kvstrata.policy.scorers.recency import Recency
@@ -34,6 +36,7 @@ class Rule:
     trigger: OnOverflow | Every = OnOverflow()
     protect: Protect = Protect()
     sampled: bool = False  # whether its scorer looks only at forwards after which the rule acts
+    merge: Merging | None = None  # what becomes of values that are dropped; None: nothing
 
     def __post_init__(self) -> None:
         if isinstance(self.budget, HeadTokens) and not self.granularity.per_head:
@@ -46,6 +49,8 @@ class Rule:
                     "raise the budget or protect fewer"
                 )
         coding = self.tiers.coding
+        if self.merge and self.tiers.ranks:
+            raise SpecError("values cannot be merged where windows become exact again as their codes gave them")
         codec = coding and coding.record
         apart = codec and not self.tiers.ranks and codec.unit > 1 and not codec.by_page
         if coding and apart and not isinstance(self.budget, Everything):
@@ -64,7 +69,23 @@ class Rule:
         coding = self.tiers.coding
         own = {"mass"} if self.scorer.mass else set[str]()
         own |= {"rotary"} if coding and coding.key_space == "pre" else set[str]()
-        return self.scorer.needs | self.budget.needs | own
+        return self.signals | self.budget.needs | own
+
+    @property
+    def signals(self) -> frozenset[str]:
+        """Optional fields of `Signals` that it reads, and what its scorer needs of the model."""
+        return self.scorer.needs | self.merge.needs if self.merge else self.scorer.needs
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """State per entry: the scorer's, what merging remembers, and the share that the layer has of a budget."""
+        found = (*self.scorer.columns, *(self.merge.columns if self.merge else ()), *((SHARE,) if self.divided else ()))
+        return tuple(dict.fromkeys(found))
+
+    @property
+    def divided(self) -> ByPreference | None:
+        """Its budget, if the layers of a cache divide it by their attention."""
+        return self.budget if isinstance(self.budget, ByPreference) else None
 
     @property
     def observes(self) -> bool:
@@ -83,9 +104,14 @@ class Rule:
         return bool(self.budget.needs) or self.ends
 
     @property
+    def together(self) -> bool:
+        """Whether layers settle together: they compete with one another, or divide a budget now."""
+        return self.across or (self.divided is not None and self.divided.preference is not None)
+
+    @property
     def ends(self) -> bool:
         """Whether it waits for the end of the forward and not for logits: for other layers, or for a repetition."""
-        return self.across or "repetition" in self.scorer.needs
+        return self.together or "repetition" in self.scorer.needs
 
     def limits(self, seen: list[int], confidence: list[float] | None, shape: LayerShape) -> list[tuple[int, ...]]:
         """Entries each row may keep: one number per row, or one per head. Confidence counts as 0 where unknown."""
@@ -109,7 +135,12 @@ class Rule:
 
     def plan_of(self, z: Tensor, keep: Tensor, signals: Signals) -> Plan:
         """The plan that keeps these entries [B, 1|H, N] bool of scores z."""
-        return Plan(self.tiers.assign(keep, signals), _nans(z, signals))
+        tier = self.tiers.assign(keep, signals)
+        columns = carried(signals) if self.divided else {}
+        if self.merge is None:
+            return Plan(tier, _nans(z, signals), columns=columns)
+        merges, changed = self.merge.merges(z, (tier != Tier.DROP) & signals.valid, signals)
+        return Plan(tier, _nans(z, signals), merges, {**columns, **changed})
 
     def _keep(self, z: Tensor, signals: Signals, limits: list[tuple[int, ...]]) -> Tensor:
         """Which entries [B, 1|H, N] stay."""
@@ -215,8 +246,8 @@ class Policy:
         return {phase: self.rule(layer, phase) for phase in PHASES}
 
     def columns(self, layer: int) -> tuple[Column, ...]:
-        """State per entry that the layer's scorers keep."""
-        found = [column for rule in self.rules(layer).values() if rule for column in rule.scorer.columns]
+        """State per entry that the layer's rules keep."""
+        found = [column for rule in self.rules(layer).values() if rule for column in rule.columns]
         return tuple(dict.fromkeys(found))
 
     def codings(self, layer: int) -> dict[Tier, Coding]:

@@ -33,6 +33,7 @@ from kvstrata.core import PHASES, Phase, SpecError
 from kvstrata.kernels.pages import PAGE
 from kvstrata.policy.budget import Budget, parse_budget
 from kvstrata.policy.granularity import Token
+from kvstrata.policy.merging import MERGES, Merging
 from kvstrata.policy.policy import LayerRange, Policy, Rule
 from kvstrata.policy.presets import PRESETS
 from kvstrata.policy.protect import Protect
@@ -42,7 +43,7 @@ from kvstrata.policy.shares import read_shares
 from kvstrata.policy.strategy import read_strategy
 from kvstrata.policy.tiering import ByAge, Coding, Native
 from kvstrata.policy.trigger import OnOverflow
-from kvstrata.registry import unknown
+from kvstrata.registry import Registry, unknown
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -184,7 +185,7 @@ def _phase(value: object, phase: Phase, layers: str) -> Rule | None:
 
 
 def _rule(table: Table, where: str) -> Rule:
-    _only(table, ("scorer", "budget", "heads", "sinks", "recent", "room", *TIERING), where)
+    _only(table, ("scorer", "budget", "heads", "merge", "sinks", "recent", "room", *TIERING), where)
     for key in ("scorer", "budget"):
         if key not in table:
             raise SpecError(f"{where} needs the key {key!r}")
@@ -196,17 +197,23 @@ def _rule(table: Table, where: str) -> Rule:
         _tiers(table, where),
         trigger=_build(where, OnOverflow, {"room": table.get("room", 1)}),
         protect=_build(where, Protect, protect),
+        merge=cast(Merging, _named(MERGES, table["merge"], where)) if "merge" in table else None,
     )
 
 
 def _scorer(value: object, where: str) -> Scorer:
+    return cast(Scorer, _named(SCORERS, value, where))
+
+
+def _named(registry: Registry[type], value: object, where: str) -> object:
+    """Of a name, or of one name with its options, the value."""
     if isinstance(value, str):
         value = {value: {}}
-    table = _table(value, f"{where}, scorer")
+    table = _table(value, f"{where}, {registry.kind}")
     if len(table) != 1:
-        raise SpecError(f"{where}: give one scorer, not {len(table)}")
+        raise SpecError(f"{where}: give one {registry.kind}, not {len(table)}")
     ((name, options),) = table.items()
-    return cast(Scorer, _build(f"scorer {name!r}", SCORERS[name], _table(options or {}, name)))
+    return _build(f"{registry.kind} {name!r}", registry[name], _table(options or {}, name))
 
 
 def _build(what: str, make: Callable[..., T], options: Table) -> T:

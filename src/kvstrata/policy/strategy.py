@@ -10,7 +10,8 @@
         L5: {prefill: {pattern: h2o, budget: 256}, decode: {pattern: tova, budget: 256}}
     tables: ...
 
-A pattern is a preset's scoring and protection in one layer; its own budget rule does not count. Reading is strict.
+A pattern is a preset's scoring, protection and merging in one layer and phase; its own budget rule does not count.
+Reading is strict.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ from kvstrata.policy.policy import LayerRange, Policy, Rule
 from kvstrata.policy.presets import PRESETS
 
 VERSION, FULL = 1, "full"
-PATTERNS = ("streaming", "h2o", "tova", "snapkv", "pyramidkv", "scissorhands", "keydiff", "echo-head")
+PATTERNS = (
+    *("streaming", "h2o", "tova", "snapkv", "pyramidkv", "scissorhands", "cake", "cam", "d2o"),
+    *("keydiff", "echo-head"),
+)
 KEYS = {
     "": ("polykv", "model", "budget", "signals", "policy", "tables"),
     "model": ("name", "layers", "kv_heads", "identity"),
@@ -45,9 +49,9 @@ class Choice:
     pattern: str
     budget: int = 0
 
-    def rule(self) -> Rule | None:
-        """The rule; None keeps everything."""
-        return None if self.pattern == FULL else pattern_rule(self.pattern, self.budget)
+    def rule(self, phase: Phase) -> Rule | None:
+        """The rule of a phase; None keeps everything."""
+        return None if self.pattern == FULL else pattern_rule(self.pattern, self.budget, phase)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +72,22 @@ class Strategy:
         pairs = list(zip(self.prefill, self.decode, strict=True))
         starts = [i for i, pair in enumerate(pairs) if i == 0 or pair != pairs[i - 1]]
         ends = [*(start - 1 for start in starts[1:]), len(pairs) - 1]
-        ranges = [LayerRange(pairs[a][0].rule(), pairs[a][1].rule(), a, b) for a, b in zip(starts, ends, strict=True)]
+        ranges = [
+            LayerRange(pairs[a][0].rule("prefill"), pairs[a][1].rule("decode"), a, b)
+            for a, b in zip(starts, ends, strict=True)
+        ]
         return Policy(name, tuple(ranges), frozenset({self.identity}) if self.identity else frozenset())
 
 
-def pattern_rule(name: str, budget: int) -> Rule:
-    """A preset's scoring and protection with a budget in tokens. Raises `SpecError` for a name that is no pattern."""
+def pattern_rule(name: str, budget: int, phase: Phase = "prefill") -> Rule:
+    """A preset's rule of a phase, of the prompt where it has no other, with a budget in tokens.
+
+    Raises `SpecError` for a name that is no pattern.
+    """
     if name not in PATTERNS:
         raise SpecError(f"no pattern named {name!r}. There are: {', '.join((*PATTERNS, FULL))}")
-    rule = PRESETS[name]().rule(0, "prefill")
+    rules = PRESETS[name]().rules(0)
+    rule = rules[phase] or rules["prefill"]
     assert rule is not None
     return replace(rule, budget=Tokens(budget))
 

@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvstrata.core import POSITION, Column, Plan, Tier
 from kvstrata.kernels import dispatch
@@ -21,8 +22,9 @@ from kvstrata.store.blocks import Block, key_loss, rectangles
 from kvstrata.store.coded import CodedTier, PageTier, Restored
 from kvstrata.store.columns import Columns
 from kvstrata.store.exact import NONE_GIVEN, ExactTier, Given, Unwritten
+from kvstrata.store.merging import merge
 from kvstrata.store.sizes import sizes_of
-from kvstrata.store.units import UnitTier
+from kvstrata.store.units import UnitTier, dormant_entries
 
 DEFAULT_CODECS: Mapping[Tier, Codec] = {Tier[name.upper()]: codec for name, codec in CODECS.items()}
 
@@ -316,10 +318,15 @@ class LayerStore:
     def apply(self, plan: Plan) -> int:
         """Move every entry to its tier, free those whose tier is DROP, and return how many slots of payload those were.
 
-        The plan's heads axis must be the store's. Exact entries are coded in whole units of a tier's codec in every
-        segment; coded entries stay, are dropped, or become exact as their codes give them. A plan that changes
-        nothing copies nothing.
+        What the plan merges, and then its columns, come first. The plan's heads axis must be the store's. Exact entries
+        are coded in whole units of a tier's codec in every segment; coded entries stay, are dropped, or become exact as
+        their codes give them. A plan that changes nothing copies nothing.
         """
+        if plan.merges is not None:
+            self.flush()
+            merge(self._exact, list(self.coded.values()), plan.merges, self._account)
+        for name, value in plan.columns.items():
+            self.set_column(name, value)
         before, exact = sum(map(sum, self.lengths())), self._exact
         mine, *others = plan.tier.expand(self.batch_size, self.segment_heads, -1).split(self.widths, dim=-1)
         fates = dict(zip(self.coded, others, strict=True))
@@ -361,12 +368,8 @@ class LayerStore:
 
     def dormant(self) -> Tensor | None:
         """[B, 1|H, N] bool: which exact entries have codes that sleep, or None where none has."""
-        tiers = [tier for tier in self.coded.values() if isinstance(tier, UnitTier) and any(tier.dormant)]
-        if not tiers:
-            return None
-        position = self._exact.columns.data["position"][:, :, : self._exact.width]
-        found = torch.stack([tier.dormant_at(position) for tier in tiers]).any(dim=0)
-        return torch.nn.functional.pad(found, (0, self.width - found.shape[2])) & self.valid()
+        found = dormant_entries(self._exact, self.coded.values())
+        return None if found is None else pad(found, (0, self.width - found.shape[2])) & self.valid()
 
     def sort(self) -> None:
         """Put the exact entries of every segment into ascending order of position."""

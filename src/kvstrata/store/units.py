@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -245,3 +245,10 @@ class UnitTier(CodedTier):
         """Give every page back."""
         super().free()
         self.active, self.dormant = [], []
+
+
+def dormant_entries(exact: ExactTier, tiers: Iterable[CodedTier]) -> Tensor | None:
+    """[B, 1|H, n] bool: which exact entries have codes that sleep in one of the tiers, or None where none has."""
+    having = [tier for tier in tiers if isinstance(tier, UnitTier) and any(tier.dormant)]
+    position = exact.columns.data["position"][:, :, : exact.width]
+    return torch.stack([tier.dormant_at(position) for tier in having]).any(dim=0) if having else None

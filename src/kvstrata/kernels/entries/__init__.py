@@ -44,6 +44,6 @@ def move(source: Pages, target: Pages, segment: Tensor, at: Tensor, to: Tensor) 
     dispatch.native_module().move(source.twin, target.twin, order, threads=threads)
 
 
-gather = ref.gather
+gather, put = ref.gather, ref.put  # of whatever pages: their memory is torch's
 
-__all__ = ["append", "gather", "move"]
+__all__ = ["append", "gather", "move", "put"]

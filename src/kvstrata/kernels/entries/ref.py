@@ -39,6 +39,14 @@ def gather(pages: Pages, segment: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]
     return _take(pages, "k", rows), _take(pages, "v", rows)
 
 
+def put(pages: Pages, segment: Tensor, slot: Tensor, k: Tensor | None, v: Tensor) -> None:
+    """Overwrite keys [n, D], unless None, and values [n, Dv] of exact entries, each named by its segment and slot."""
+    rows = _rows(pages, segment, slot)
+    if k is not None:
+        _write(pages, "k", rows, k)
+    _write(pages, "v", rows, v)
+
+
 def _take(pages: Pages, part: Part, rows: Tensor) -> Tensor:
     """Copies [n, D] of rows."""
     memory = [_flat(block, part) for block in pages.blocks]

@@ -1,6 +1,20 @@
 """Attention mass per key without an attention matrix: the lse comes first, then column sums over blocks of queries."""
 
 from kvstrata.kernels.mass.future import Future, expected_mass
+from kvstrata.kernels.mass.moments import Moments, column_moments
 from kvstrata.kernels.mass.ref import ALL_ROWS, Reduction, column_lse, column_mass, query_blocks
 
-__all__ = ["ALL_ROWS", "Future", "Reduction", "column_lse", "column_mass", "expected_mass", "query_blocks"]
+Summing = Reduction | Moments | Future  # how the attention of queries becomes a number or some per key
+
+__all__ = [
+    "ALL_ROWS",
+    "Future",
+    "Moments",
+    "Reduction",
+    "Summing",
+    "column_lse",
+    "column_mass",
+    "column_moments",
+    "expected_mass",
+    "query_blocks",
+]

@@ -4,7 +4,7 @@ The only place with papers' numbers. Protected parts scale with the budget unles
 `recent`, which then hold as they are. `room` trades plans for a few tokens of the budget (`OnOverflow`).
 """
 
-from kvstrata.policy.presets import baselines, coded, confkv, echo, kvzap, neighbours, qevict
+from kvstrata.policy.presets import baselines, cake, coded, confkv, echo, kvzap, merging, neighbours, qevict
 from kvstrata.policy.presets.row import PRESETS
 
-__all__ = ["PRESETS", "baselines", "coded", "confkv", "echo", "kvzap", "neighbours", "qevict"]
+__all__ = ["PRESETS", "baselines", "cake", "coded", "confkv", "echo", "kvzap", "merging", "neighbours", "qevict"]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvstrata.core import Column, Signals
 from kvstrata.kernels.echo import Band
-from kvstrata.kernels.mass import Future, Reduction
+from kvstrata.kernels.mass import Summing
 from kvstrata.registry import Registry
 
 
@@ -31,7 +31,7 @@ class Scorer(Protocol):
         ...
 
     @property
-    def mass(self) -> Reduction | Future | None:
+    def mass(self) -> Summing | None:
         """How attention is summed."""
         ...
 
@@ -70,7 +70,7 @@ class Stateless:
         return frozenset()
 
     @property
-    def mass(self) -> Reduction | Future | None:
+    def mass(self) -> Summing | None:
         """How attention is summed: not at all."""
         return None
 
@@ -96,6 +96,18 @@ class Stateless:
 
 SCORERS: Registry[type] = Registry("scorer")
 
-from kvstrata.policy.scorers import attention, combine, keys, learned, outputs, recency, repeat  # noqa: E402  (they register themselves above)
+from kvstrata.policy.scorers import attention, combine, keys, learned, outputs, recency, repeat, spread  # noqa: E402  (they register themselves above)
 
-__all__ = ["SCORERS", "Scorer", "Stateless", "attention", "combine", "keys", "learned", "outputs", "recency", "repeat"]
+__all__ = [
+    "SCORERS",
+    "Scorer",
+    "Stateless",
+    "attention",
+    "combine",
+    "keys",
+    "learned",
+    "outputs",
+    "recency",
+    "repeat",
+    "spread",
+]

@@ -193,11 +193,14 @@ class WindowMass(Stateless):
 
     def score(self, signals: Signals) -> Tensor:
         """Pooled mass; zeros outside a row count as neighbours at both ends, as in the published code."""
-        mass = _mass(signals, signals.position.shape[1])
-        if self.pool == 1:
-            return mass
-        order = signals.position.masked_fill(~signals.valid, torch.iinfo(torch.int32).max).argsort(dim=-1)
-        candidates = mass.masked_fill(signals.protected, 0.0).gather(-1, order)
-        pool = avg_pool1d if self.kind == "mean" else max_pool1d
-        pooled = pool(candidates, self.pool, stride=1, padding=self.pool // 2)
-        return torch.empty_like(mass).scatter_(-1, order, pooled)
+        return pooled(_mass(signals, signals.position.shape[1]), signals, self.pool, self.kind)
+
+
+def pooled(mass: Tensor, signals: Signals, pool: int, kind: Literal["mean", "max"] = "mean") -> Tensor:
+    """Mass [B, 1|H, N] smoothed over `pool` neighbours in position, to which protected entries and ends add nothing."""
+    if pool == 1:
+        return mass
+    order = signals.position.masked_fill(~signals.valid, torch.iinfo(torch.int32).max).argsort(dim=-1)
+    candidates = mass.masked_fill(signals.protected, 0.0).gather(-1, order)
+    smooth = avg_pool1d if kind == "mean" else max_pool1d
+    return torch.empty_like(mass).scatter_(-1, order, smooth(candidates, pool, stride=1, padding=pool // 2))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvstrata.core import Column, Signals, SpecError
 from kvstrata.kernels.echo import Band
-from kvstrata.kernels.mass import Future, Reduction
+from kvstrata.kernels.mass import Summing
 from kvstrata.policy.scorers import SCORERS, Scorer
 
 
@@ -49,7 +49,7 @@ class Mix:
         return frozenset().union(*(part.scorer.needs for part in self.parts))
 
     @property
-    def mass(self) -> Reduction | Future | None:
+    def mass(self) -> Summing | None:
         """How the parts that read attention sum it."""
         return next((part.scorer.mass for part in self.parts if part.scorer.mass), None)
 

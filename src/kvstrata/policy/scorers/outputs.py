@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvstrata.core import Column, Signals, SpecError
 from kvstrata.kernels.echo import Band
-from kvstrata.kernels.mass import Future, Reduction
+from kvstrata.kernels.mass import Future, Summing
 from kvstrata.policy.scorers import SCORERS, Scorer, Stateless
 from kvstrata.policy.select import select
 
@@ -40,7 +40,7 @@ class Critical:
         return self.scorer.needs | {"added", "caps"}
 
     @property
-    def mass(self) -> Reduction | Future | None:
+    def mass(self) -> Summing | None:
         """As the scorer has it."""
         return self.scorer.mass
 

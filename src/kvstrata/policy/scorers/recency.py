@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kvstrata.core import Signals
+from kvstrata.policy.chance import uniform
 from kvstrata.policy.scorers import SCORERS, Stateless
 
 
@@ -32,14 +33,4 @@ class Random(Stateless):
 
     def score(self, signals: Signals) -> Tensor:
         """Uniform in [0, 1)."""
-        x = signals.position.long()
-        for word in (self.seed, signals.layer, signals.step):
-            x = _mix(x * 31 + word)
-        return (x & 0xFFFFFF).float() / float(1 << 24)
-
-
-def _mix(x: Tensor) -> Tensor:
-    """Scramble int64 values by multiplying and folding; the multipliers are splitmix64's, as signed words."""
-    x = (x ^ (x >> 30)) * -4658895280553007687
-    x = (x ^ (x >> 27)) * -7723592293110705685
-    return x ^ (x >> 31)
+        return uniform(signals.position, self.seed, signals.layer, signals.step)
