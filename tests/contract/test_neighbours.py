@@ -17,6 +17,7 @@ from .test_masking import compressed, replay
 from .test_padding import padded_batch
 
 POLICIES = ["criticalkv:budget=16,window=4", "expected:budget=16,positions=32", "lagkv:budget=16,lag=6"]
+POLICIES += ["defensivekv:budget=16,window=4", "defensivekv-layer:budget=16,window=4"]
 POLICIES += ["expected-ada:budget=16,positions=32", "duo:budget=16"]
 
 
@@ -104,6 +105,44 @@ def test_expected_attention_is_that_of_its_formula(kernels):
         for head in range(2):
             best = sorted((z[head].topk(16).indices + 4).tolist())
             assert cache.entries(layer, 0, head) == [0, 1, 2, 3, *best]
+
+
+def attention_of_the_newest(model, ids, rows):
+    """Of the last queries, by layer [H*G, rows, T]."""
+    model.set_attn_implementation("eager")
+    try:
+        return [p[0, :, -rows:] for p in model(ids, output_attentions=True).attentions]
+    finally:
+        model.set_attn_implementation("sdpa")
+
+
+@torch.no_grad()
+def test_defensivekv_is_that_of_its_formula():
+    model, ids, window, budget = tiny(), prompt(60), 4, 20
+    with kvstrata.compress(model, f"defensivekv-layer:budget={budget},window={window},pool=1") as cache:
+        model(ids, **kv(cache))
+    ranked, newest = {}, attention_of_the_newest(model, ids, window)
+    for layer, (p, (_, _, v)) in enumerate(zip(newest, seen_by(model, ids), strict=True)):
+        project = model.model.layers[layer].self_attn.o_proj.weight.unflatten(1, (4, 16))
+        norms = (
+            torch.stack([(v[of // 2] @ project[:, of].T).norm(dim=-1) for of in range(4)]).view(2, 2, 60).mean(dim=1)
+        )
+        for head in range(2):
+            mine = p[2 * head : 2 * head + 2]
+            largest, mean = mine.amax(dim=(0, 1))[:56], mine.mean(dim=(0, 1))
+            z = largest.clamp_min(largest.mean()) * (norms[head] / norms.sum(dim=0))[:56]
+            share, taken = mean[:56] / mean[:56].sum(), 0.0
+            for rank, i in enumerate(sorted(range(56), key=lambda i: -float(share[i]))):
+                taken += float(share[i])
+                if taken >= 0.9 - float(mean[56:].sum()) or rank >= budget - window:
+                    break
+                z[i] = torch.inf
+            ranked |= {(layer, head, i): (float(z[i]), i) for i in range(56)}
+    best = sorted(ranked, key=ranked.get, reverse=True)[: 6 * (budget - window)]
+    for layer in range(3):
+        for head in range(2):
+            kept = sorted(i for one, of, i in best if (one, of) == (layer, head))
+            assert cache.entries(layer, 0, head) == [*kept, 56, 57, 58, 59]
 
 
 @torch.no_grad()

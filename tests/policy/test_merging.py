@@ -29,7 +29,7 @@ def signals(position, *, valid=None, protected=(), keys=None, tau=None, tier=Non
     columns = {} if tau is None else {THRESHOLD.name: torch.tensor(tau).expand(position.shape)}
     tier = None if tier is None else torch.tensor(tier, dtype=torch.uint8)
     keys = None if keys is None else torch.tensor(keys)
-    return Signals(layer, step, position, valid, mask & valid, columns, (1,), None, keys, tier)
+    return Signals(layer, step, position, valid, mask & valid, columns, (1,), keys=keys, tier=tier)
 
 
 def listed(merges):

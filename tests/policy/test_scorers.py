@@ -16,7 +16,7 @@ from kvstrata.policy.scorers.combine import Mix, Part
 from kvstrata.policy.scorers.keys import KeyDiff, KeyNorm
 from kvstrata.policy.scorers.outputs import Critical, Expected, Lag
 from kvstrata.policy.scorers.recency import Random, Recency
-from kvstrata.policy.scorers.spread import MeanVariance
+from kvstrata.policy.scorers.spread import Defensive, MeanVariance
 
 
 def signals(position, layer=0, step=0, protected=(), **given):
@@ -45,6 +45,7 @@ def make(name):
 READS = {
     "window-mass": Reduction(32),
     "mean-variance": Moments(32),
+    "defensive": Moments(32),
     "accumulated-mass": Reduction(ALL_ROWS),
     "decayed-mass": Reduction(88, decay=0.9),
     "persistence": Reduction(400, counts=True),
@@ -59,6 +60,7 @@ COLUMNS |= {"surrogate": "worth", "repetition": "repeated"}
 def test_the_scorers_and_what_each_of_them_reads():
     needs = {
         "critical": {"added", "caps"},
+        "defensive": {"added", "caps"},
         "expected": {"rotary", "values"},
         "keynorm": {"keys"},
         "lag": {"keys", "values"},
@@ -142,6 +144,23 @@ def test_critical_forces_the_first_part_and_weighs_the_rest():
     found = Critical(WindowMass(4), epsilon=0.01).score(seen)
     assert close(found, [[[math.inf, 4.01, 3.01, 20.1, 1e4, math.inf]]]), "the protected one is of the first two"
     assert close(Critical(WindowMass(4), Fraction(0), 0.01).score(seen)[..., :2], [[[5.01, 4.01]]])
+
+
+def test_defensive_takes_the_largest_and_what_is_surely_needed_first():
+    mean = torch.tensor([[[0.3, 0.06, 0.03, 0.01, 0.6]] * 2])
+    largest = torch.tensor([[[0.9, 0.2, 0.4, 0.02, 1.0]] * 2])
+    mass = torch.stack([mean, mean, mean, largest], dim=-1)
+    added = torch.tensor([[[1.0, 1.0, 1.0, 1.0, 1.0], [1.0, 3.0, 1.0, 1.0, 1.0]]])
+    seen = replace(signals([[[0, 1, 2, 3, 4]] * 2], protected=[4]), mass=mass, added=added, caps=torch.tensor([[4]]))
+    z = Defensive(pool=1).score(seen)[..., :4]  # the window has 0.6 of it, and the first token 0.75 of the rest
+    floor = (0.9 + 0.2 + 0.4 + 0.02) / 4
+    assert close(z, [[[0.45, floor / 4, 0.2, floor / 2], [0.45, floor * 3 / 4, 0.2, floor / 2]]])
+    forced = Defensive(pool=1, sure=1.0).score(seen)[..., :2]  # 0.4 of the rest is still wanting
+    assert close(forced, [[[0.45, floor / 4], [0.45, floor * 3 / 4]]]), "the first alone exceeds it"
+    many = Defensive(pool=1, sure=1.0).score(replace(seen, mass=mass * torch.tensor([1.0, 1, 1, 1, 0.1]).view(5, 1)))
+    assert many.isinf()[..., :4].tolist() == [[[True, True, False, False]] * 2], "to 0.94: 0.75 and 0.15 of the rest"
+    tight = Defensive(pool=1, sure=1.0).score(replace(seen, caps=torch.tensor([[1]])))
+    assert tight.isfinite().all(), "no room beside the window"
 
 
 def test_expected_weighs_by_the_value_or_what_comes_of_it():
@@ -240,11 +259,11 @@ def test_no_scorer_takes_a_slot_for_a_position(scorer, heads):
     n = 12
     position = torch.arange(0, 3 * n, 3, dtype=torch.int32).expand(2, heads, n)
     mask = torch.zeros_like(position, dtype=torch.bool)
-    mass, keys = torch.rand(2, 3, n, *((3,) if isinstance(scorer.mass, Moments) else ())), torch.randn(2, 3, n, 4)
+    mass, keys = torch.rand(2, 3, n, *((4,) if isinstance(scorer.mass, Moments) else ())), torch.randn(2, 3, n, 4)
     recent, queries = position >= 3 * (n - 2), (1, 1)
     columns = {name: torch.rand(2, heads, n) for name in COLUMNS.values()}
     values, added, caps = torch.randn(2, 3, n, 4), torch.rand(2, 3, n), torch.tensor([[5], [6]])
-    if isinstance(scorer, (Critical, Expected, Lag)) and heads == 1:
+    if isinstance(scorer, (Critical, Defensive, Expected, Lag)) and heads == 1:
         return  # each head has its own
     whole = Signals(1, 2, position, ~mask, recent, columns, queries, mass, keys, values, added, caps)
     order = torch.randperm(n)

@@ -10,7 +10,17 @@ from torch import Tensor
 from kvstrata.cache.step import newest_queries
 from kvstrata.core import UnsupportedModelError
 from kvstrata.kernels.attention import Attended, Softmax, attend, attend_pages
-from kvstrata.kernels.mass import Future, Moments, Reduction, Summing, column_moments, expected_mass, native, ref
+from kvstrata.kernels.mass import (
+    NUMBERS,
+    Future,
+    Moments,
+    Reduction,
+    Summing,
+    column_moments,
+    expected_mass,
+    native,
+    ref,
+)
 from kvstrata.store import Block, LayerStore
 
 MOST_ROWS = 16  # queries of one forward up to which paged kernels serve; more are a prompt, which torch does better
@@ -99,7 +109,7 @@ def _attend_blocks(
 
 
 def mass_of(store: LayerStore, queries: list[Tensor], softmax: Softmax, reduction: Summing, newer: int = 0) -> Tensor:
-    """Mass [B, H, N], or moments of it [B, H, N, 3], of the given queries alone, per row [H*G, R, D].
+    """Mass [B, H, N], or moments of it [B, H, N, 4], of the given queries alone, per row [H*G, R, D].
 
     Their entries stand last, but for the `newer` ones behind them that they do not see.
     """
@@ -107,7 +117,7 @@ def mass_of(store: LayerStore, queries: list[Tensor], softmax: Softmax, reductio
     if isinstance(reduction, Future):
         return _expected(store, queries, softmax, reduction, mass)
     if isinstance(reduction, Moments):
-        mass = mass[..., None].repeat(1, 1, 1, 3)
+        mass = mass[..., None].repeat(1, 1, 1, NUMBERS)
     group = queries[0].shape[0] // store.num_kv_heads
     for block in store.blocks(split_rows=True):
         heads = slice(block.heads.start * group, block.heads.stop * group)

@@ -12,10 +12,10 @@ from kvstrata.kernels.mass.ref import BLOCK_ELEMENTS, block_scores
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Three numbers per key over the newest `rows` queries of a forward, each averaged over the query heads of a group.
+    """Four numbers per key over the newest `rows` queries of a forward, three averaged over a group's query heads.
 
-    The mean of the probability that it got; its variance, of a sample, 0 where there is one query; and what it adds to
-    the entropies of the queries, the sum of -p ln p.
+    The mean of the probability that it got; its variance, of a sample, 0 where there is one query; what it adds to
+    the entropies of the queries, the sum of -p ln p; and the largest of all these probabilities.
     """
 
     rows: int
@@ -25,17 +25,18 @@ class Moments:
         return min(self.rows, queries)
 
 
-MEAN, VARIANCE, ENTROPY = 0, 1, 2
+MEAN, VARIANCE, ENTROPY, LARGEST = 0, 1, 2, 3
+NUMBERS = 4
 
 
 def column_moments(q: Tensor, k: Tensor, lse: Tensor, *, scale: float, softcap: float | None = None) -> Tensor:
-    """Mean, variance and entropy of the attention of R queries, by key: in torch, a few heads at a time.
+    """What `Moments` says of the attention of R queries, by key: in torch, a few heads at a time.
 
-    q [B, H*G, R, D] are the last R queries of the N keys k [B, H, N, D]; lse [B, H*G, R] fp32. -> [B, H, N, 3] fp32.
+    q [B, H*G, R, D] are the last R queries of the N keys k [B, H, N, D]; lse [B, H*G, R] fp32. -> [B, H, N, 4] fp32.
     """
     batch, heads, keys = k.shape[:3]
     group, rows = q.shape[1] // heads, q.shape[2]
-    found = torch.empty(batch, heads, keys, 3, dtype=torch.float32, device=q.device)
+    found = torch.empty(batch, heads, keys, NUMBERS, dtype=torch.float32, device=q.device)
     size = max(1, BLOCK_ELEMENTS // max(1, batch * group * rows * keys))
     for start in range(0, heads, size):
         part, every = slice(start, start + size), slice(start * group, (start + size) * group)
@@ -44,4 +45,5 @@ def column_moments(q: Tensor, k: Tensor, lse: Tensor, *, scale: float, softcap: 
         found[:, part, :, MEAN] = p.mean(dim=3).mean(dim=2)
         found[:, part, :, VARIANCE] = p.var(dim=3).mean(dim=2) if rows > 1 else 0.0
         found[:, part, :, ENTROPY] = torch.special.entr(p).sum(dim=3).mean(dim=2)
+        found[:, part, :, LARGEST] = p.amax(dim=(2, 3))
     return found

@@ -13,6 +13,7 @@ from kvstrata.policy.protect import FOUR_SINKS, Protect, Scaled, half
 from kvstrata.policy.scorers.attention import WindowMass
 from kvstrata.policy.scorers.outputs import Critical, Expected, Lag
 from kvstrata.policy.scorers.recency import Recency
+from kvstrata.policy.scorers.spread import Defensive
 
 
 @PRESETS.add("criticalkv")
@@ -27,6 +28,33 @@ def criticalkv(
     """SnapKV's votes for half of the budget, then votes times what a value adds (CriticalKV, arXiv:2502.03805)."""
     rule = Rule(Critical(WindowMass(window, pool), first), budget, EACH, protect=Protect(recent=half(window)))
     return Policy.everywhere("criticalkv", rule, None).with_protect(sinks, recent)
+
+
+@PRESETS.add("defensivekv")
+def defensivekv(
+    budget: Budget = QUARTER,
+    window: int = 32,
+    pool: int = 5,
+    safe: Fraction = Fraction(1, 5),
+    sinks: int | None = None,
+    recent: int | None = None,
+) -> Policy:
+    """Keep what some query of the window needs, however few do; heads share as in AdaKV (arXiv:2510.13334)."""
+    rule = Rule(Defensive(window, pool), budget, Token("pooled", safe), protect=Protect(recent=half(window)))
+    return Policy.everywhere("defensivekv", rule, None).with_protect(sinks, recent)
+
+
+@PRESETS.add("defensivekv-layer")
+def defensivekv_layer(
+    budget: Budget = QUARTER,
+    window: int = 32,
+    pool: int = 5,
+    sinks: int | None = None,
+    recent: int | None = None,
+) -> Policy:
+    """`defensivekv` where all heads of all layers share one budget (Layer-DefensiveKV)."""
+    rule = Rule(Defensive(window, pool), budget, Token("global"), protect=Protect(recent=half(window)))
+    return Policy.everywhere("defensivekv-layer", rule, None).with_protect(sinks, recent)
 
 
 @PRESETS.add("expected")
