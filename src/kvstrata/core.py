@@ -93,7 +93,7 @@ class Signals:
     protected: Tensor  # [B, 1|H, N] bool; kept whatever the score says
     columns: Mapping[str, Tensor]  # each [B, 1|H, N]
     queries: tuple[int, ...]  # [B] real tokens of each row in this forward
-    mass: Tensor | None = None  # [B, H, N] fp32: attention of this forward, as the scorer's reduction sums it
+    mass: Tensor | None = None  # [B, H, N] fp32: attention of this forward, as the scorer reduces it; moments [..., 3]
     keys: Tensor | None = None  # [B, H, N, D]
     tier: Tensor | None = None  # [B, 1|H, N] uint8, values of `Tier`; None where all are exact
     dormant: Tensor | None = None  # [B, 1|H, N] bool: exact entries that have codes already; None where none has
