@@ -49,18 +49,15 @@ def table(budget):
 
 
 PRESETS = ("window", "streaming", "random", "keynorm", "h2o", "tova", "snapkv", "pyramidkv", "scissorhands")
-POLICIES = (
-    {name: f"{name}:budget={{0}}" for name in PRESETS}
-    | {"table": ""}
-    | {
-        "confkv": "confkv:high={0},low={1},tau=0.5,window=99999",  # all exact
-        "cake": "cake:budget={0},tau1=inf,tau2=inf",  # the same for both layers
-        "room": "h2o:budget={0},room=4",
-        "share": "tova:budget=25%",
-        "protect": "keydiff:budget={1},sinks=2,recent=3",
-        "overrun": "scissorhands:budget=30%,sinks=2,recent=3",
-    }
-)
+POLICIES = {name: f"{name}:budget={{0}}" for name in PRESETS} | {
+    "confkv": "confkv:high={0},low={1},tau=0.5,window=99999",  # all exact
+    "cake": "cake:budget={0},tau1=inf,tau2=inf",  # the same for both layers
+    "room": "h2o:budget={0},room=4",
+    "share": "tova:budget=25%",
+    "protect": "keydiff:budget={1},sinks=2,recent=3",
+    "overrun": "scissorhands:budget=30%,sinks=2,recent=3",
+    "table": "",
+}
 KIND = st.sampled_from(["forward", "forward", "end_step", "crop", "select_rows", "activate_past_recording", "reset"])
 
 
@@ -103,7 +100,6 @@ class Row:
     kept: list[list[set[int]]]  # per layer and head, or for all heads: positions
     real: tuple[bool, ...] = ()  # every column fed
     hidden: frozenset[int] = frozenset()  # positions
-
     seen = property(lambda self: sum(self.real))
 
     def append(self, new, queries, kv):

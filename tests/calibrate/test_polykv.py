@@ -1,6 +1,7 @@
 """PolyKV: signals equal runs of the whole model, strategies are read strictly and run as their patterns."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from kvstrata.calibrate.polykv import Asked, _alone, collect, local_signals, los
 from kvstrata.core import SpecError
 from kvstrata.evaluate.steps import attention_outputs
 from kvstrata.hf.files import identity
-from kvstrata.policy import parse_policy
+from kvstrata.policy import PRESETS, parse_policy
+from kvstrata.policy.budget import Tokens
 from kvstrata.policy.policy import LayerRange, Policy
 from kvstrata.policy.strategy import PATTERNS, Choice, Strategy, pattern_rule, read_strategy, write_strategy
 
@@ -189,7 +191,32 @@ def test_a_missing_file_says_how_to_make_one(tmp_path):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["h2o", "snapkv", "streaming", "echo-head"])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_every_pattern_can_be_named_in_both_phases(tmp_path, name):
+    """As PolyKV's candidates (section 4.1) and ours; each is its preset's rule of the phase under the file's budget."""
+    side = (Choice(name, 24), Choice(name, 20), Choice("full"))
+    write_strategy(tmp_path / "s.yaml", Strategy(side, side, {"model": {"layers": 3}}))
+    policy = parse_policy(f"polykv:{tmp_path / 's.yaml'}")
+    preset = PRESETS[name]()
+    for phase in ("prefill", "decode"):
+        own = preset.rule(0, phase) or preset.rule(0, "prefill")
+        assert policy.rule(0, phase) == replace(own, budget=Tokens(24))
+        assert policy.rule(2, phase) is None
+    assert not policy.at_step_end, "its own budget rule does not count"
+    with kvstrata.compress(tiny(), policy) as cache:
+        assert feed(tiny(), torch.tensor([PROMPT + MORE]), cache, (len(PROMPT),)).isfinite().all()
+        room = policy.rule(0, "decode").trigger.room
+        assert all(most - room < len(cache.entries(layer)) <= most for layer, most in enumerate((24, 20)))
+        assert len(cache.entries(2)) == len(PROMPT + MORE)
+
+
+def test_the_candidates_of_the_paper_are_there():
+    papers = {"h2o", "tova", "cam", "pyramidkv", "snapkv", "d2o", "cake", "scissorhands", "streaming"}
+    assert papers <= set(PATTERNS)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["h2o", "snapkv", "streaming", "echo-head", "cake", "cam", "d2o"])
 def test_one_pattern_everywhere_is_that_preset(tmp_path, name):
     full = (Choice("full"),) * 3
     alike = Strategy((Choice(name, 24),) * 3, full, {"model": {"layers": 3}})

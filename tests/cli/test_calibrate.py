@@ -60,6 +60,11 @@ def test_polykv(folder, text, tmp_path):
     assert len(json.loads(kvstrata("ls", out, "--json").stdout)) == 3
     run = kvstrata("run", "--model", folder, "--prompt-file", text, "--policy", f"polykv:{out}", "--json")
     assert run.exit_code == 0, run.exception
+    patterns = ("--patterns", "streaming,h2o,tova,snapkv,pyramidkv,scissorhands,cake,cam,d2o", "--decode")
+    every = (*options[:-1], tmp_path / "every.yaml")
+    assert kvstrata("calibrate", "polykv", *every, "--budget", 40, *patterns).exit_code == 0
+    parse_policy(f"polykv:{tmp_path / 'every.yaml'}")
+    assert "cam" in kvstrata("ls", "merges").stdout
     other = kvstrata("calibrate", "polykv", *options, "--budget", 41)
     assert "another --out" in str(other.exception)
     assert "no pattern named 'nova'" in str(kvstrata("calibrate", "polykv", *options, "--patterns", "nova").exception)

@@ -20,6 +20,9 @@ CODED = (
     "full:codec=int8,exact=16",
     "full:codec=int4,group=8,key_space=pre,exact=16",
     "h2o:budget=60%,codec=k4v2,exact=8",
+    "cam:budget=50%",
+    "d2o:budget=50%",
+    "cake:budget=50%",
 )
 POLICIES = [*(spec(name, "50%") for name in ("full", "h2o", "snapkv", "keydiff", "confkv")), *CODED]
 

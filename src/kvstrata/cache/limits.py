@@ -19,7 +19,7 @@ def limits_of(
 ) -> Limits:
     """Entries that each row may keep of the `real` tokens it has seen."""
     found, divided = rule.limits(real, confidence, shape), rule.divided
-    if divided is None:
+    if divided is None or not store.width:
         return found
     noted: list[float] = store.column(SHARE.name).flatten(1).amax(dim=1).tolist()
     pairs = zip(found, (one - 1 if one else 1.0 for one in noted), strict=True)

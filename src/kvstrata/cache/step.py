@@ -116,8 +116,12 @@ def check_own(mode: Mode, own: Tensor | None, rule: Rule | None, rules: Iterable
     """Refuse image masks `own` where attention is summed later, when they are gone."""
     if own is None:
         return
-    late = mode.drafting or (rule is not None and isinstance(rule.scorer.mass, Moments))
-    late |= mode.prefilling and rule is not None and not rule.scorer.columns
+    if rule is not None and isinstance(rule.scorer.mass, Moments):
+        raise UnsupportedModelError(
+            "a prompt whose tokens see later ones (images) cannot come under a policy that reads how attention is "
+            "spread over queries, as cake does: take another"
+        )
+    late = mode.drafting or (mode.prefilling and rule is not None and not rule.scorer.columns)
     if late and any(other.scorer.mass for other in rules if other):
         raise UnsupportedModelError(
             "a prompt whose tokens see later ones (images) cannot come with drafts, nor in parts with "

@@ -16,6 +16,7 @@ from kvstrata.core import PHASES
 from kvstrata.diagnose.plots import draw_strategy
 from kvstrata.evaluate import TASKS, Task
 from kvstrata.policy import PRESETS
+from kvstrata.policy.merging import MERGES
 from kvstrata.policy.scorers import SCORERS
 from kvstrata.policy.strategy import FULL, Choice, read_strategy
 from kvstrata.registry import load_plugins, unknown
@@ -26,15 +27,18 @@ class Kind(StrEnum):
 
     PRESETS = "presets"
     SCORERS = "scorers"
+    MERGES = "merges"
     TASKS = "tasks"
 
 
 def ls(
-    kind: Annotated[str, typer.Argument(help="presets, scorers, tasks, or a strategy file of PolyKV.")] = Kind.PRESETS,
+    kind: Annotated[
+        str, typer.Argument(help="presets, scorers, merges, tasks, or a strategy file of PolyKV.")
+    ] = Kind.PRESETS,
     plot: Annotated[Path | None, typer.Option(help="PNG of a strategy: patterns by colour, budgets as bars.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """List the presets or scorers with their options and sources, the tasks of `kvstrata evaluate`, or a strategy."""
+    """List presets, scorers or merging rules with options and sources, tasks of `kvstrata evaluate`, or a strategy."""
     if kind not in list(Kind):
         _strategy(Path(kind), plot, as_json)
         return
@@ -43,7 +47,7 @@ def ls(
         rows = [{"name": name, "metrics": _metrics(task), "about": task.about} for name, task in sorted(TASKS.items())]
         _print(rows, as_json)
         return
-    things = PRESETS if kind == Kind.PRESETS else SCORERS
+    things = {Kind.PRESETS: PRESETS, Kind.SCORERS: SCORERS, Kind.MERGES: MERGES}[Kind(kind)]
     rows = [
         {"name": name, "options": _options(thing), "about": (inspect.getdoc(thing) or "").partition("\n\n")[0]}
         for name, thing in sorted(things.items())

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvstrata.core import Column, LayerShape, Signals, SpecError
 from kvstrata.kernels.mass.moments import ENTROPY, VARIANCE
@@ -49,8 +50,9 @@ class BySpread:
     def measure(self, signals: Signals) -> Tensor:
         """The product, [B] fp64."""
         assert signals.mass is not None
-        newest = signals.position.masked_fill(~signals.valid, -1).amax(dim=(1, 2), keepdim=True)
-        before = signals.valid & (signals.position <= newest - self.rows)
+        position = signals.position.masked_fill(~signals.valid, -1)
+        newest = pad(position.flatten(1), (0, 1), value=-1).amax(dim=1)[:, None, None]  # also where nothing is stored
+        before = signals.valid & (position <= newest - self.rows)
         sums = (signals.mass.double() * before[..., None]).sum(dim=(1, 2))
         return sums[:, ENTROPY] ** (1 / self.tau1) * sums[:, VARIANCE] ** (1 / self.tau2)
 
