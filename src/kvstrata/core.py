@@ -60,6 +60,7 @@ class Column:
 
 
 POSITION = Column("position", torch.int32)  # index among the row's real tokens; never renumbered
+PROMPT = Column("prompt", torch.uint8)  # 1 for entries that a prompt wrote, where a policy keeps these apart
 STEP = Column("step", torch.int32)  # number of the forward that wrote the entry
 
 

@@ -17,7 +17,7 @@ from kvstrata.cache.asking import Asking
 from kvstrata.cache.fed import Fed
 from kvstrata.cache.limits import exceeds, guarding, limits_of
 from kvstrata.cache.model import NOTHING, Model
-from kvstrata.cache.shown import shown
+from kvstrata.cache.shown import marked, shown
 from kvstrata.cache.step import MOST_DRAFTS, Events, Mode, Pending, check_own
 from kvstrata.cache.stored import attend_stored
 from kvstrata.cache.waiting import drafted, first_sums, joined, put_off, seeded, sum_late, with_queries
@@ -134,8 +134,11 @@ class Layer:
         check_own(self._mode, own, rule, self.rules.values())
         if past is not None:
             self._hide(past)
-        said = self._model.said(self.rules.values(), self.index, self.hidden, queries)
-        self.store.stage(k, v, tokens, self.seen or [0] * batch, self.step, said)
+        more = {
+            **self._model.said(self.rules.values(), self.index, self.hidden, queries),
+            **marked(self.rules.values(), self._phase(queries), batch, self.store.per_head * k.shape[1] or 1, queries),
+        }
+        self.store.stage(k, v, tokens, self.seen or [0] * batch, self.step, more)
         self.hidden = None
         if self.asking:
             self.asking.fresh = None if self.columns_fed else (k, v)

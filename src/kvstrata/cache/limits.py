@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kvstrata.core import LayerShape
+from kvstrata.core import PROMPT, LayerShape
 from kvstrata.policy.policy import Rule
 from kvstrata.policy.preference import SHARE
 from kvstrata.store import LayerStore
@@ -17,7 +17,12 @@ Limits = list[tuple[int, ...]]  # per row, one or one per head
 def limits_of(
     store: LayerStore, rule: Rule, real: list[int], confidence: list[float] | None, shape: LayerShape
 ) -> Limits:
-    """Entries that each row may keep of the `real` tokens it has seen."""
+    """Entries that each row may keep of the `real` tokens it has seen, those of its prompts if they stay anyway."""
+    if rule.protect.prompt:
+        prompts: list[int] = (store.column(PROMPT.name)[:, 0] > 0).sum(dim=-1).tolist()
+        generated = [n - prompt for n, prompt in zip(real, prompts, strict=True)]
+        pairs = zip(rule.limits(generated, confidence, shape), prompts, strict=True)
+        return [tuple(n + prompt for n in caps) for caps, prompt in pairs]
     found, divided = rule.limits(real, confidence, shape), rule.divided
     if divided is None or not store.width:
         return found
@@ -27,8 +32,11 @@ def limits_of(
 
 
 def guarding(rule: Rule, limits: Limits, real: list[int], shape: LayerShape) -> Limits:
-    """What protected tokens scale with: the limits, or their mean over layers where each has as many of its own."""
-    return rule.limits(real, None, shape) if rule.divided and rule.divided.own else limits
+    """What protected tokens scale with: the limits, or their mean over layers where each has as many of its own.
+
+    Where prompts stay anyway, what the budget gives of as many tokens as were seen.
+    """
+    return rule.limits(real, None, shape) if rule.protect.prompt or (rule.divided and rule.divided.own) else limits
 
 
 def note_shares(store: LayerStore, shares: Sequence[float]) -> None:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from kvstrata.cache.model import Model, added
 from kvstrata.cache.step import Pending
-from kvstrata.core import Signals
+from kvstrata.core import PROMPT, Phase, Signals
 from kvstrata.policy.policy import Rule
 from kvstrata.store import LayerStore
+
+
+def marked(rules: Iterable[Rule | None], phase: Phase, batch: int, heads: int, queries: int) -> Mapping[str, Tensor]:
+    """The column [B, 1|H, Q] that tells a prompt's entries, if some rule keeps these apart and the forward is one."""
+    if phase != "prefill" or not any(rule and rule.protect.prompt for rule in rules):
+        return {}
+    return {PROMPT.name: torch.ones(batch, heads, queries, dtype=PROMPT.dtype)}
 
 
 def shown(
@@ -31,6 +38,8 @@ def shown(
     position, valid = store.column("position"), store.valid()
     columns = {column.name: store.column(column.name) for column in rule.columns}
     protected = rule.protected(position, valid, list(seen), guards) if guards else ~valid
+    if rule.protect.prompt:
+        protected = protected | (columns[PROMPT.name] > 0) & valid
     here = (layer, forward.step, position, valid, protected, columns, tuple(forward.tokens), forward.mass)
     if not limits:
         return Signals(*here, tier=store.tier())

@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from kvstrata.core import PHASES, Column, LayerShape, Phase, Plan, Signals, SpecError, Tier
+from kvstrata.core import PHASES, PROMPT, Column, LayerShape, Phase, Plan, Signals, SpecError, Tier
 from kvstrata.kernels.echo import Band
 from kvstrata.policy.budget import Budget, Everything, HeadTokens
 from kvstrata.policy.confidence import Steady
@@ -78,9 +78,9 @@ class Rule:
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """State per entry: the scorer's, what merging remembers, and the share that the layer has of a budget."""
-        found = (*self.scorer.columns, *(self.merge.columns if self.merge else ()), *((SHARE,) if self.divided else ()))
-        return tuple(dict.fromkeys(found))
+        """State per entry: the scorer's, what merging remembers, the layer's share of a budget, what was a prompt."""
+        own = ((SHARE,) if self.divided else ()) + ((PROMPT,) if self.protect.prompt else ())
+        return tuple(dict.fromkeys((*self.scorer.columns, *(self.merge.columns if self.merge else ()), *own)))
 
     @property
     def divided(self) -> ByPreference | None:
@@ -341,6 +341,23 @@ class Policy:
             return self
         changed = (e.decode and replace(e.decode, trigger=OnOverflow(room)) for e in self.table)
         return replace(self, table=tuple(replace(e, decode=rule) for e, rule in zip(self.table, changed, strict=True)))
+
+    def with_prompt(self) -> Policy:
+        """The same policy for what is generated, prompts kept whole. Raises `SpecError` where it drops nothing then."""
+        if any(rule.tiers.ranks or rule.across or rule.divided for rule in self._every_rule()):
+            raise SpecError(
+                f"policy {self.name!r} cannot have prompt=keep: its budget is not one of each layer's tokens"
+            )
+        if not any(entry.decode for entry in self.table):
+            raise SpecError(f"policy {self.name!r} acts on prompts only, so with prompt=keep it would keep everything")
+
+        def change(rule: Rule) -> Rule:
+            return replace(rule, protect=replace(rule.protect, prompt=True))
+
+        return replace(
+            self,
+            table=tuple(replace(e, prefill=None, decode=e.decode and change(e.decode)) for e in self.table),
+        )
 
     def with_heads(self, shares: Shares) -> Policy:
         """The same policy with its budget shared out over heads, each of which keeps its own tokens.

@@ -18,10 +18,14 @@ class Scaled:
 
 @dataclass(frozen=True, slots=True)
 class Protect:
-    """The first `sinks` and the newest `recent` tokens of every row; plain numbers hold whatever the budget is."""
+    """The first `sinks` and the newest `recent` tokens of every row; plain numbers hold whatever the budget is.
+
+    prompt: every token that came in a prompt, too; the budget is then one of what was generated.
+    """
 
     sinks: int | Scaled = 0
     recent: int | Scaled = 0
+    prompt: bool = False
 
     def __post_init__(self) -> None:
         for name, value in (("sinks", self.sinks), ("recent", self.recent)):

@@ -122,19 +122,24 @@ def read_policy(path: Path) -> Policy:
 
 TIERING = ("codec", "exact", "group", "key_space")  # options of every preset and rule
 STRATEGY = "polykv:"  # before the file of a strategy
+PROMPT = "prompt"  # of every preset: keep, for a budget of what is generated alone
 HEADS = "heads"  # of every preset that has no such option of its own: a file of kvstrata calibrate heads
 
 
 def _preset(name: str, options: Table) -> Policy:
     make, where = PRESETS[name], f"policy {name!r}"
     own = tuple(inspect.signature(make).parameters)
-    _only(options, (*own, *TIERING, HEADS), where)
-    beside = {key: value for key, value in options.items() if key not in (*own, HEADS)}
+    _only(options, (*own, *TIERING, HEADS, PROMPT), where)
+    beside = {key: value for key, value in options.items() if key not in (*own, HEADS, PROMPT)}
     policy = _build(where, make, {key: value for key, value in options.items() if key in own})
     if HEADS in options and HEADS not in own:
         if policy.name == "full":
             raise SpecError("heads=FILE shares a budget out, and full has none: take another policy with it")
         policy = policy.with_heads(read_shares(Path(str(options[HEADS]))))
+    if PROMPT in options:
+        if options[PROMPT] != "keep":
+            raise SpecError(f"{where}: prompt={options[PROMPT]}: write prompt=keep, or leave it out")
+        policy = policy.with_prompt()
     tiers = _tiers(beside, where)
     if isinstance(tiers, ByAge) and (policy.routes or policy.only_codes):
         raise SpecError(f"{where} codes in a way of its own: leave out codec=, or take another policy with it")
