@@ -7,7 +7,7 @@ import kvstrata
 from kvstrata.core import SpecError
 from kvstrata.policy import parse_policy
 
-from .runs import feed, kv, prompt, tiny
+from .runs import feed, prompt, tiny
 from .test_padding import LENGTHS, padded_batch
 
 POLICIES = ["random", "h2o", "tova", "streaming", "keydiff", "scissorhands"]
