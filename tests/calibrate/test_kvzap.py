@@ -6,12 +6,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import kvstrata
 from kvstrata.calibrate import kvzap
 from kvstrata.calibrate.corpus import library, novel, wikipedia
 from kvstrata.core import InputError, SpecError
 from kvstrata.policy.surrogate import read_surrogate, write_surrogate
 
-from ..contract.runs import prompt, tiny
+from ..contract.runs import kv, prompt, tiny
 from ..contract.test_kvzap import Tokenizer
 
 
@@ -117,3 +118,18 @@ def test_the_training_side_ends_where_evaluation_begins():
     assert wikipedia("aaaa\nbbbb\ncccc\n") == "aaaa\nbbbb\n"
     assert "argparse" in library()
     assert "class Unpickler" not in library(), "pickle is after m"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("target", ["kvzip", "echo"])
+def test_other_oracles_can_be_learned(target, tmp_path):
+    ids = prompt(80, seed=3)[0].tolist()
+    (file,) = kvzap.collect(tiny(), Tokenizer(), [ids], tmp_path, 200, target=target)
+    found = load_file(file)
+    assert found["hidden"].shape[1] == (80 - 4 - (8 if target == "echo" else 0))
+    assert found["scores"].isfinite().all(), "every entry was asked for"
+    with kvstrata.compress(tiny(), f"{target}:budget=100%", tokenizer=Tokenizer()) as cache:
+        tiny()(torch.tensor([ids]), **kv(cache))
+        column = kvzap.COLUMNS[target].name
+        asked = [layer.store.column(column)[0, :, 4:] for layer in cache.strata.values()]
+    assert torch.allclose(found["scores"], torch.stack(asked).log()[..., : found["scores"].shape[2]], atol=1e-5)

@@ -1,6 +1,7 @@
-"""Training KVzap's surrogate: pairs of hidden states and KVzip+ scores from texts, then a ridge or small MLPs.
+"""Training KVzap's surrogate: pairs of hidden states and an oracle's scores from texts, then a ridge or small MLPs.
 
-Collection writes one file per document and goes on where it stopped. Targets are ln of the score (KVzap, section 3).
+Collection writes one file per document and goes on where it stopped. Targets are ln of the score (KVzap, section 3): of
+KVzip+ as published, or of another scorer; echo needs no repetition, so a document takes a third of the time.
 """
 
 from __future__ import annotations
@@ -16,21 +17,25 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvstrata.core import InputError
+from kvstrata.core import Column, InputError
 from kvstrata.files import whole
 from kvstrata.hf import compress
 from kvstrata.hf.compat import CACHE_KEYWORD
 from kvstrata.hf.parts import attention_modules
-from kvstrata.policy.scorers.learned import REPEATED_PLUS
+from kvstrata.policy.scorers.learned import REPEATED, REPEATED_PLUS
+from kvstrata.policy.scorers.repeat import ASKED
 from kvstrata.policy.surrogate import predicted
 
 Kind = Literal["linear", "mlp"]
+Target = Literal["kvzip+", "kvzip", "echo"]
+COLUMNS: dict[Target, Column] = {"kvzip+": REPEATED_PLUS, "kvzip": REPEATED, "echo": ASKED}
 Weights = list[Tensor]
 REMOVED = (0.3, 0.5, 0.6, 0.7, 0.75, 0.8, 0.9, 0.95)  # shares whose thresholds go into the file
 HELD_OUT = 0.1  # of the documents
 RIDGE = 1.0  # alpha of the published recipe
 EPOCHS, BATCH, RATE, CLIP, DECAY = 15, 512, 5e-3, 1.0, 0.01  # of the published recipe
 LEAST_OUT = 4  # tokens at the beginning that everything attends to, which are left out
+UNASKED = 8  # the newest tokens of a document, of which an echo does not say everything
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +56,7 @@ def collect(
     per_document: int,
     seed: int = 0,
     tick: Callable[[], object] = lambda: None,
+    target: Target = "kvzip+",
 ) -> list[Path]:
     """Write hidden states [L, n, hidden] fp16 and scores [L, H, n] of n tokens drawn from each document."""
     found: list[Path] = []
@@ -58,8 +64,9 @@ def collect(
         file = folder / f"document-{number:04d}.safetensors"
         if not file.is_file():
             draw = torch.Generator().manual_seed(seed * 100003 + number)
-            places = torch.randperm(len(ids) - LEAST_OUT, generator=draw)[:per_document].sort().values + LEAST_OUT
-            hidden, scores = pairs(model, tokenizer, ids, places)
+            count = len(ids) - LEAST_OUT - (UNASKED if target == "echo" else 0)
+            places = torch.randperm(count, generator=draw)[:per_document].sort().values + LEAST_OUT
+            hidden, scores = pairs(model, tokenizer, ids, places, target)
             with whole(file) as scratch:
                 save_file({"hidden": hidden.half().contiguous(), "scores": scores.contiguous()}, scratch)
         found.append(file)
@@ -68,9 +75,13 @@ def collect(
 
 
 def pairs(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], places: Tensor
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    ids: Sequence[int],
+    places: Tensor,
+    target: Target = "kvzip+",
 ) -> tuple[Tensor, Tensor]:
-    """Hidden states [L, n, hidden] at some places of a document, and ln of their KVzip+ scores [L, H, n]."""
+    """Hidden states [L, n, hidden] at some places of a document, and ln of their scores [L, H, n]."""
     hidden: dict[int, Tensor] = {}
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -80,9 +91,9 @@ def pairs(
 
     handles = [m.register_forward_pre_hook(note, with_kwargs=True) for m in attention_modules(model)]
     try:
-        with compress(model, "kvzip+:budget=100%", tokenizer=tokenizer) as cache:
+        with compress(model, f"{target}:budget=100%", tokenizer=tokenizer) as cache:
             cast(Any, model)(torch.tensor([ids], device=model.device), logits_to_keep=1, **{CACHE_KEYWORD: cache})
-            columns = [layer.store.column(REPEATED_PLUS.name)[0][:, places] for layer in cache.strata.values()]
+            columns = [layer.store.column(COLUMNS[target].name)[0][:, places] for layer in cache.strata.values()]
             layers = list(cache.strata)
     finally:
         for handle in handles:

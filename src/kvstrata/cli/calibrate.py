@@ -108,6 +108,9 @@ def heads(
 def kvzap(
     out: Annotated[Path, typer.Option(help="Folder for the surrogate; pairs go into its subfolder pairs.")],
     kind: Annotated[Literal["linear", "mlp"], typer.Option(help="A linear map or an MLP per layer.")] = "mlp",
+    target: Annotated[
+        Literal["kvzip+", "kvzip", "echo"], typer.Option(help="Whose scores it learns; echo needs no repetition.")
+    ] = "kvzip+",
     text: Annotated[list[Path] | None, typer.Option(help="A text file; may be given several times.")] = None,
     data: Annotated[Path | None, typer.Option(help="Folder of docs/data.md: read its training side.")] = None,
     model: Annotated[str | None, typer.Option(help="Hub id or folder; default: the demo model, SmolLM2-135M.")] = None,
@@ -119,7 +122,7 @@ def kvzap(
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...")] = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Print how well it fits as JSON.")] = False,
 ) -> None:
-    """Train KVzap's surrogate on KVzip+ scores; a run that was stopped goes on where it was."""
+    """Train KVzap's surrogate on an oracle's scores; a run that was stopped goes on where it was."""
     texts = _texts(text, data)
     loaded, tokenizer = load_model(model, dtype, device, Console(stderr=True))
     _whole(loaded)
@@ -129,11 +132,13 @@ def kvzap(
         "data": named(texts),
         "collected": {"documents": documents, "length": length, "per_document": per_document, "seed": seed},
     }
+    if target != "kvzip+":
+        about["target"] = target
     folder = out / "pairs"
     _same_pairs(folder / "about.json", about)
     with progress_bar() as progress:
         task = progress.add_task("collecting", total=len(parts))
-        files = collect(loaded, tokenizer, parts, folder, per_document, seed, lambda: progress.advance(task))
+        files = collect(loaded, tokenizer, parts, folder, per_document, seed, lambda: progress.advance(task), target)
         task = progress.add_task("training", total=loaded.config.num_hidden_layers)
         weights, fit = train(files, kind, seed, lambda: progress.advance(task))
     more = {**about, "thresholds": fit.thresholds, "r2": fit.r2, "auc": fit.auc}
