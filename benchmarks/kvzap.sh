@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The tables of docs/results.md, "KVzap": the shipped surrogates, their training, and the oracle on needles.
+# The tables of docs/results.md, "KVzap": the shipped surrogates, their training, the oracle and their neighbours.
 #
 #   benchmarks/kvzap.sh FOLDER DATA     DATA: see docs/data.md
 set -euo pipefail
@@ -10,5 +10,13 @@ for kind in linear mlp; do # the shipped ones; pairs are collected once
   "$kvstrata" calibrate kvzap --data "$data" --kind "$kind" --documents 10 --length 1000 --out "$out/surrogate"
   mkdir -p "$out/$kind" && cp "$out/surrogate/config.json" "$out/surrogate/model.safetensors" "$out/$kind/"
 done
-"$kvstrata" evaluate --out "$out" --task needle --contexts 8 --budget 25%,10% --no-controls \
+[ -f "$out/duo.json" ] || "$kvstrata" calibrate heads --scorer duo --data "$data" --documents 1 --length 1000 \
+  --levels 10%,25%,50% --out "$out/duo.json"
+run() { "$kvstrata" evaluate --out "$out" --no-controls "$@"; }
+run --task needle --contexts 8 --budget 25%,10% \
   --policy kvzap:file=linear,window=32,kvzap:file=mlp,window=32,kvzap:file=linear,window=128,kvzip,kvzip+,adakv
+run --task needle --contexts 8 --budget 50%,25% --policy "criticalkv,expected,expected-ada,lagkv,duo:heads=$out/duo.json"
+run --task needle --contexts 8 --budget 25% --policy defensivekv,defensivekv-layer,cake,cam,d2o
+run --task words --contexts 8 --budget 25%,10% --policy kvzap:file=linear,window=32,kvzip+,echo,keydiff,expected
+run --task ppl,faithful --length 1024 --contexts 16 --budget 75%,50%,25% \
+  --policy kvzap:file=linear,kvzap:file=mlp,kvzip,kvzip+,snapkv,h2o,expected,adakv,random
