@@ -1,4 +1,4 @@
-"""Methods that write values, through a model: coded entries, heads of different lengths, layers that divide a budget."""
+"""Methods that write values, through a model: coded entries, heads of other lengths, layers that divide a budget."""
 
 import pytest
 import torch
@@ -71,7 +71,7 @@ def test_heads_of_different_lengths_merge(merge, merged, tmp_path):
 @pytest.mark.parametrize("policy", ["cake:budget={}", "d2o:budget={}"])
 @pytest.mark.parametrize("budget", [24, "30%"])
 def test_layers_divide_a_budget_and_keep_their_shares(policy, budget):
-    ids = prompt(150)
+    ids, first = prompt(150), []
     with kvstrata.compress(tiny(), policy.format(budget)) as cache:
         for start, stop in ((0, 100), *((t, t + 1) for t in range(100, 150))):
             tiny()(ids[:, start:stop], **kv(cache))
@@ -80,7 +80,7 @@ def test_layers_divide_a_budget_and_keep_their_shares(policy, budget):
             assert 3 * mean - 3 <= sum(sizes) <= 3 * mean
             assert len(set(sizes)) > 1
             shares = [n / mean for n in sizes]
-            first = shares if start == 0 else first
+            first = first or shares
             assert shares == pytest.approx(first, abs=0.1)
         assert cache.account.peak.live >= 3 * 100 * (2 * 2 * 16 * 4), "all layers are whole until the prompt ends"
 
