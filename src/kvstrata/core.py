@@ -94,7 +94,7 @@ class Signals:
     protected: Tensor  # [B, 1|H, N] bool; kept whatever the score says
     columns: Mapping[str, Tensor]  # each [B, 1|H, N]
     queries: tuple[int, ...]  # [B] real tokens of each row in this forward
-    mass: Tensor | None = None  # [B, H, N] fp32: attention of this forward, as the scorer reduces it; moments [..., 3]
+    mass: Tensor | None = None  # [B, H, N] fp32: attention of this forward, as the scorer reduces it; moments [..., 4]
     keys: Tensor | None = None  # [B, H, N, D]
     values: Tensor | None = None  # [B, H, N, Dv]
     added: Tensor | None = None  # [B, H, N] fp32: norm of what the output projection makes of a value, group mean

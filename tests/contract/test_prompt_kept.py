@@ -7,7 +7,7 @@ import kvstrata
 from kvstrata.core import SpecError
 from kvstrata.policy import parse_policy
 
-from .runs import feed, prompt, tiny
+from .runs import feed, kv, prompt, tiny
 from .test_padding import LENGTHS, padded_batch
 
 POLICIES = ["random", "h2o", "tova", "streaming", "keydiff", "scissorhands"]
@@ -32,12 +32,34 @@ def test_prompts_stay_and_what_follows_is_limited(name):
 
 @torch.no_grad()
 def test_a_share_is_one_of_what_was_generated_and_scales_what_is_protected():
-    ids = prompt(140)
+    ids = prompt(440)
     with kvstrata.compress(tiny(), "h2o:budget=25%,prompt=keep") as cache:
-        feed(tiny(), ids, cache, (60,))
+        feed(tiny(), ids, cache, (400,))
         kept = cache.entries(1)
-    assert kept[:60] == list(range(60))
-    assert len(kept) == 60 + 20
+        assert cache.report().layers[1].overruns == 0
+    assert kept[:400] == list(range(400))
+    assert len(kept) == 400 + 10, "a quarter of forty, though half of a quarter of all would be more"
+    with kvstrata.compress(tiny(), "h2o:budget=25%,recent=30,prompt=keep") as cache:
+        feed(tiny(), ids, cache, (400,))
+        assert cache.entries(1)[400:] == list(range(410, 440)), "what is protected stays, and is reported"
+        assert cache.report().layers[1].overruns > 0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("policy", ["cam:budget=60", "h2o:budget=20,prompt=keep"])
+def test_sums_begin_with_a_prompt_that_came_with_drafts_as_without(policy):
+    ids = prompt(60)
+    with kvstrata.compress(tiny(), policy) as plain:
+        tiny()(ids[:, :50], **kv(plain))
+        expected = [layer.store.column("mass").clone() for layer in plain.strata.values()]
+    with kvstrata.compress(tiny(), policy) as drafted:
+        drafted.activate_past_recording()
+        tiny()(ids[:, :53], **kv(drafted))
+        drafted.crop(-3)
+        found = [layer.store.column("mass") for layer in drafted.strata.values()]
+    for a, b in zip(expected, found, strict=True):
+        assert float(a.sum()) > 10
+        assert torch.allclose(a, b, atol=1e-5)
 
 
 @torch.no_grad()

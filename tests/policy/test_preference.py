@@ -79,7 +79,7 @@ def test_spread_is_entropy_and_variance_before_the_window():
     assert found.tolist() == pytest.approx([math.sqrt(3.0) * 0.75**2])
     assert BySpread(tau1=math.inf, tau2=math.inf).measure(view).tolist() == [1.0]
     assert BySpread().weights([2.0, 3.0]) == [2.0, 3.0]
-    nothing = Signals(0, 0, *torch.zeros(3, 2, 1, 0).unbind(), {}, (0, 0), torch.zeros(2, 1, 0, 3))
+    nothing = Signals(0, 0, *torch.zeros(3, 2, 1, 0).unbind(), {}, (0, 0), torch.zeros(2, 1, 0, 4))
     nothing = replace(nothing, valid=nothing.valid.bool(), position=nothing.position.int())
     assert BySpread().measure(nothing).tolist() == [0.0, 0.0]
 

@@ -164,9 +164,10 @@ def test_defensive_takes_the_largest_and_what_is_surely_needed_first():
 
 
 def test_expected_weighs_by_the_value_or_what_comes_of_it():
-    seen = signals([[[0, 1]]], mass=[[[0.25, 0.75]]], values=[[[[3.0, 4.0], [1.0, 0.0]]]], added=[[[2.0, 8.0]]])
+    seen = signals([[[4, 5]]], mass=[[[0.25, 0.75]]], values=[[[[3.0, 4.0], [1.0, 0.0]]]], added=[[[2.0, 8.0]]])
     assert close(Expected().score(seen), [[[1.25, 0.75]]])
     assert close(Expected(weight="none").score(seen), [[[0.25, 0.75]]])
+    assert close(Expected(sinks=5, weight="none").score(seen), [[[math.inf, 0.75]]])
     assert close(Expected(weight="wov", epsilon=0.5).score(replace(seen, values=None)), [[[1.5, 10.0]]])
 
 
@@ -263,14 +264,18 @@ def test_no_scorer_takes_a_slot_for_a_position(scorer, heads):
     recent, queries = position >= 3 * (n - 2), (1, 1)
     columns = {name: torch.rand(2, heads, n) for name in COLUMNS.values()}
     values, added, caps = torch.randn(2, 3, n, 4), torch.rand(2, 3, n), torch.tensor([[5], [6]])
-    if isinstance(scorer, (Critical, Defensive, Expected, Lag)) and heads == 1:
-        return  # each head has its own
     whole = Signals(1, 2, position, ~mask, recent, columns, queries, mass, keys, values, added, caps)
-    order = torch.randperm(n)
-    moved = {name: column[..., order] for name, column in columns.items()}
-    parts = position[..., order], ~mask, recent[..., order], moved, queries, mass[:, :, order], keys[:, :, order]
-    shuffled = Signals(1, 2, *parts, values[:, :, order], added[..., order], caps)
-    assert torch.allclose(scorer.score(shuffled), scorer.score(whole)[..., order], atol=1e-6)
+    order = torch.stack([torch.randperm(n) for _ in range(heads)])  # each head has its own
+
+    def move(x):
+        """x [2, 1|heads|3, n, ...] in that order."""
+        each = order.expand(x.shape[1], n).reshape(1, x.shape[1], n, *[1] * (x.dim() - 3))
+        return x.gather(2, each.expand(x.shape))
+
+    moved = {name: move(column) for name, column in columns.items()}
+    parts = move(position), ~mask, move(recent), moved, queries, move(mass), move(keys)
+    shuffled = Signals(1, 2, *parts, move(values), move(added), caps)
+    assert torch.allclose(scorer.score(shuffled), move(scorer.score(whole)), atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from kvstrata.policy.granularity import Token
 from kvstrata.policy.protect import Protect, half
 from kvstrata.policy.scorers.attention import AccumulatedMass, WindowMass
 from kvstrata.policy.scorers.keys import KeyNorm
+from kvstrata.policy.scorers.outputs import Critical
 from kvstrata.policy.scorers.recency import Random, Recency
 from kvstrata.policy.spec import names_budget, split_specs
 from kvstrata.policy.trigger import OnOverflow
@@ -181,6 +182,8 @@ FILE_ERRORS = {
     "phase-number": ("layers: {0-: {prefill: 3}}\n", "layers 0-, prefill must be a table"),
     "no-scorer": ("layers: {0-: {decode: {budget: 4}}}\n", "layers 0-, decode needs the key 'scorer'"),
     "no-budget": ("layers: {0-: {decode: {scorer: recency}}}\n", "layers 0-, decode needs the key 'budget'"),
+    "critical-of-keys": (RULE.replace("recency", "{critical: {scorer: keynorm}}") % "", "must be attention"),
+    "merge-by-keys": (RULE.replace("recency", "keynorm") % ", merge: cam", "reads attention"),
     "rule-key": (RULE % ", head: each", "named 'head'. Did you mean 'heads'?"),
     "heads": (RULE % ", heads: some", "heads='some'.*'shared', 'each', 'pooled' or 'global'"),
     "room": (RULE % ", room: 0", "room=0"),
@@ -200,6 +203,11 @@ def test_a_file_that_is_not_understood_is_an_error_that_helps(file, case):
     text, message = FILE_ERRORS[case]
     with pytest.raises(SpecError, match=message):
         parse_policy(file(text))
+
+
+def test_a_scorer_may_stand_around_another(file):
+    policy = parse_policy(file(RULE.replace("recency", "{critical: {scorer: {window-mass: {rows: 8}}}}") % ""))
+    assert policy.rule(0, "prefill").scorer == Critical(WindowMass(8))
 
 
 def test_a_missing_file_is_named():

@@ -187,7 +187,8 @@ def count_bytes(
     """Bytes of a prompt of `context` tokens, in chunks of `chunk`, and `new_tokens` - 1 steps after it.
 
     The last of the new tokens is never fed. Every step is taken to have the same confidence. Exact for rows without
-    pads, but for `pooled` heads, whose lengths depend on the scores.
+    pads, but where lengths depend on the scores: `pooled` heads, and layers that divide a
+    budget, which are counted with its mean. What merges copy is not in the peak.
     """
     lengths = _chunks(context, chunk) + [1] * max(0, new_tokens - 1)
     runs: dict[object, list[_Forward]] = {}

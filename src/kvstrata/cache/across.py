@@ -39,7 +39,7 @@ def settle_divided(budget: ByPreference, claims: Mapping[Layer, Claim]) -> None:
     each = zip(zip(*measures, strict=True), means, layer.fed.real, strict=True)
     rows = [budget.shares(of_layers, min(mean), seen) for of_layers, mean, seen in each]
     for (layer, claim), shares in zip(claims.items(), zip(*rows, strict=True), strict=True):
-        note_shares(layer.store, shares)
+        note_shares(layer.store, shares, [n > 1 for n in claim[0].tokens])  # one query has no variance
         layer.conclude(*claim)
 
 

@@ -20,7 +20,7 @@ from kvstrata.cache.model import NOTHING, Model
 from kvstrata.cache.shown import marked, shown
 from kvstrata.cache.step import MOST_DRAFTS, Events, Mode, Pending, check_own
 from kvstrata.cache.stored import attend_stored
-from kvstrata.cache.waiting import drafted, first_sums, joined, put_off, seeded, sum_late, with_queries
+from kvstrata.cache.waiting import begun, drafted, first_sums, joined, put_off, seeded, sum_late, with_queries
 from kvstrata.core import InputError, LayerShape, Phase, Plan, Signals, SpecError, Tier
 from kvstrata.kernels.attention import KernelName, Softmax
 from kvstrata.policy.policy import Policy, Rule
@@ -131,14 +131,12 @@ class Layer:
             self.accept()
             self.settle()
         rule = self.rules[self._phase(queries)]
-        check_own(self._mode, own, rule, self.rules.values())
+        check_own(self._mode, own, rule, self.rules.values(), seeded(self.rules, rule) is not None)
         if past is not None:
             self._hide(past)
-        more = {
-            **self._model.said(self.rules.values(), self.index, self.hidden, queries),
-            **marked(self.rules.values(), self._phase(queries), batch, self.store.per_head * k.shape[1] or 1, queries),
-        }
-        self.store.stage(k, v, tokens, self.seen or [0] * batch, self.step, more)
+        said = self._model.said(self.rules.values(), self.index, self.hidden, queries)
+        marks = marked(self.rules.values(), self._phase(queries), k, self.store.per_head)
+        self.store.stage(k, v, tokens, self.seen or [0] * batch, self.step, {**said, **marks})
         self.hidden = None
         if self.asking:
             self.asking.fresh = None if self.columns_fed else (k, v)
@@ -160,7 +158,8 @@ class Layer:
         if not self.store.is_empty:
             raise InputError("only an empty layer can be filled: reset() it first")
         self.check(k, v)
-        self.store.append(k, v, [stored] * batch, [max(0, seen - stored)] * batch, self.step)
+        marks = marked(self.rules.values(), "prefill", k, self.store.per_head)
+        self.store.append(k, v, [stored] * batch, [max(0, seen - stored)] * batch, self.step, marks)
         self.fed.add(max(seen, stored), [max(seen, stored)] * batch)
         self.step += 1
 
@@ -178,6 +177,7 @@ class Layer:
         if mode.drafting and not mode.prefilling:
             unjudged = self.rules["prefill"] if queries > PREFILL_ABOVE else None
             draft = Pending(rule, self.step, queries, tokens, softmax=softmax, draft=True, unjudged=unjudged)
+            draft.begins = seeded(self.rules, unjudged if self.step else rule)
             out = self._attention(self.store, q, tokens, softmax, None, own, known).out
             self._pending = drafted(self.store, draft, q, self.asking is not None)
             return out
@@ -189,7 +189,7 @@ class Layer:
         done = self._attention(self.store, q, tokens, softmax, reduction, own, known)
         if self.asking and self.asking.take(q, tokens, done.lse):
             self.asking.note(self.store, self.seen, softmax)
-        if later := seeded(self.rules, rule, mode):
+        if not mode.drafting and (later := seeded(self.rules, rule)):
             self._first = first_sums(self._first, later, self.step, q, tokens, softmax)
             if not mode.prefilling:
                 self._begin_sums()
@@ -260,8 +260,9 @@ class Layer:
 
     def claim(self) -> tuple[Pending, Rule, list[float] | None] | None:
         """Hand over the forward that waits, its rule and how sure the model was; None where nothing is to decide."""
-        self._begin_sums()
         pending, self._pending = self._pending, None
+        self._first = begun(pending, self.rules) or self._first
+        self._begin_sums()
         if pending and pending.draft and self.asking and self.asking.add(pending.queries) and pending.softmax:
             self.asking.note(self.store, self.seen, pending.softmax)
         if pending is None or pending.rule is None:
@@ -327,7 +328,7 @@ class Layer:
         """Apply what was decided."""
         self.acted = self.columns_fed
         self.events.plans += 1
-        self.events.overruns += rule.overruns(limits)
+        self.events.overruns += rule.overruns(guarding(self.store, rule, limits, self.fed.real, self.shape))
         self.events.nan_scores = self.events.nan_scores + plan.nan_scores
         self.events.evicted += self.store.apply(plan)
 
@@ -341,7 +342,7 @@ class Layer:
 
     def signals(self, forward: Pending, rule: Rule, limits: list[tuple[int, ...]] | None) -> Signals:
         """What is stored, with what a forward gave, as the rule sees it."""
-        guards = limits and guarding(rule, limits, self.fed.real, self.shape)
+        guards = limits and guarding(self.store, rule, limits, self.fed.real, self.shape)
         return shown(self.store, self._model, self.index, self.seen, forward, rule, limits, guards)
 
     # -- rows, masks and rollback -------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ def limits_of(
 ) -> Limits:
     """Entries that each row may keep of the `real` tokens it has seen, those of its prompts if they stay anyway."""
     if rule.protect.prompt:
-        prompts: list[int] = (store.column(PROMPT.name)[:, 0] > 0).sum(dim=-1).tolist()
+        prompts = _prompts(store)
         generated = [n - prompt for n, prompt in zip(real, prompts, strict=True)]
         pairs = zip(rule.limits(generated, confidence, shape), prompts, strict=True)
         return [tuple(n + prompt for n in caps) for caps, prompt in pairs]
@@ -31,18 +31,27 @@ def limits_of(
     return [tuple(divided.shared(mean, share) for mean in caps) for caps, share in pairs]
 
 
-def guarding(rule: Rule, limits: Limits, real: list[int], shape: LayerShape) -> Limits:
+def guarding(store: LayerStore, rule: Rule, limits: Limits, real: list[int], shape: LayerShape) -> Limits:
     """What protected tokens scale with: the limits, or their mean over layers where each has as many of its own.
 
-    Where prompts stay anyway, what the budget gives of as many tokens as were seen.
+    Where prompts stay anyway, what is left for other tokens.
     """
-    return rule.limits(real, None, shape) if rule.protect.prompt or (rule.divided and rule.divided.own) else limits
+    if rule.protect.prompt:
+        return [tuple(n - prompt for n in caps) for caps, prompt in zip(limits, _prompts(store), strict=True)]
+    return rule.limits(real, None, shape) if rule.divided and rule.divided.own else limits
 
 
-def note_shares(store: LayerStore, shares: Sequence[float]) -> None:
-    """Keep the layer's share of a budget, one number per row, beside its entries."""
+def _prompts(store: LayerStore) -> list[int]:
+    """Entries of each row that came in a prompt."""
+    return (store.column(PROMPT.name)[:, 0] > 0).sum(dim=-1).tolist()
+
+
+def note_shares(store: LayerStore, shares: Sequence[float], known: Sequence[bool]) -> None:
+    """Keep the layer's share of a budget, one number per row, beside its entries; of other rows what was noted."""
     column = store.column(SHARE.name)
     each = torch.tensor(shares, dtype=column.dtype, device=column.device) + 1
+    old = column.masked_fill(~store.valid(), 0.0).amax(dim=(1, 2)) if column.shape[2] else torch.zeros_like(each)
+    each = each.where(torch.tensor(known, device=column.device), old)
     store.set_column(SHARE.name, each[:, None, None].expand(column.shape))
 
 

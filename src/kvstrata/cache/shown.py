@@ -14,11 +14,11 @@ from kvstrata.policy.policy import Rule
 from kvstrata.store import LayerStore
 
 
-def marked(rules: Iterable[Rule | None], phase: Phase, batch: int, heads: int, queries: int) -> Mapping[str, Tensor]:
-    """The column [B, 1|H, Q] that tells a prompt's entries, if some rule keeps these apart and the forward is one."""
+def marked(rules: Iterable[Rule | None], phase: Phase, k: Tensor, per_head: bool) -> Mapping[str, Tensor]:
+    """The column [B, 1|H, Q] that tells a prompt's entries, if some rule keeps these apart and k [B, H, Q, D] are."""
     if phase != "prefill" or not any(rule and rule.protect.prompt for rule in rules):
         return {}
-    return {PROMPT.name: torch.ones(batch, heads, queries, dtype=PROMPT.dtype)}
+    return {PROMPT.name: torch.ones(k.shape[0], k.shape[1] if per_head else 1, k.shape[2], dtype=PROMPT.dtype)}
 
 
 def shown(

@@ -86,6 +86,7 @@ class Pending:
     observed: bool = False  # whether the scorer has seen it
     draft: bool = False
     unjudged: Rule | None = None  # the rule of a draft that turns out to be a prompt
+    begins: Rule | None = None  # the decode rule whose sums begin with a draft that turns out to be a prompt
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Make row i a copy of what is row `rows[i]` now, of a forward whose mass is made later."""
@@ -112,8 +113,8 @@ def joined_queries(before: Tensor, now: Tensor, rows: int) -> Tensor:
     return torch.cat([before[:, before.shape[1] - missing :], now], dim=1) if missing > 0 else now
 
 
-def check_own(mode: Mode, own: Tensor | None, rule: Rule | None, rules: Iterable[Rule | None]) -> None:
-    """Refuse image masks `own` where attention is summed later, when they are gone."""
+def check_own(mode: Mode, own: Tensor | None, rule: Rule | None, rules: Iterable[Rule | None], seeds: bool) -> None:
+    """Refuse image masks `own` where attention is summed later, when they are gone, or begins sums (`seeds`)."""
     if own is None:
         return
     if rule is not None and isinstance(rule.scorer.mass, Moments):
@@ -121,9 +122,10 @@ def check_own(mode: Mode, own: Tensor | None, rule: Rule | None, rules: Iterable
             "a prompt whose tokens see later ones (images) cannot come under a policy that reads how attention is "
             "spread over queries, as cake does: take another"
         )
-    late = mode.drafting or (mode.prefilling and rule is not None and not rule.scorer.columns)
+    late = seeds or mode.drafting or (mode.prefilling and rule is not None and not rule.scorer.columns)
     if late and any(other.scorer.mass for other in rules if other):
         raise UnsupportedModelError(
-            "a prompt whose tokens see later ones (images) cannot come with drafts, nor in parts with "
-            "prefilling(), under a policy that reads attention: feed it at once, then draft"
+            "a prompt whose tokens see later ones (images) cannot come with drafts, in parts with prefilling(), or "
+            "where decoding begins with its attention, under a policy that reads attention: feed it at once, then "
+            "draft, with one rule for prompt and decoding"
         )

@@ -49,13 +49,13 @@ def joined(before: Pending | None, this: Pending, q: Tensor, rule: Rule) -> Pend
     return this
 
 
-def seeded(rules: Mapping[Phase, Rule | None], acted: Rule | None, mode: Mode) -> Rule | None:
+def seeded(rules: Mapping[Phase, Rule | None], acted: Rule | None) -> Rule | None:
     """The decode rule whose sums begin with the newest queries of a prompt, since another rule was the prompt's.
 
     PolyKV, where the pattern of a layer changes between phases; None where nothing is to be begun.
     """
     later = rules["decode"]
-    if later is None or not later.observes or acted is not rules["prefill"] or mode.drafting:
+    if later is None or not later.observes or acted is not rules["prefill"]:
         return None
     return None if acted is not None and acted.scorer == later.scorer else later
 
@@ -71,6 +71,15 @@ def first_sums(
     return Pending(later, step, q.shape[2], tokens, softmax=softmax, queries=newest)
 
 
+def begun(judged: Pending | None, rules: Mapping[Phase, Rule | None]) -> Pending | None:
+    """The newest queries that a verdict left of a prompt that came with drafts, as `first_sums`."""
+    if judged is None or judged.begins is None or not judged.queries or judged.rule is not rules["prefill"]:
+        return None
+    newest = [q[:, max(0, q.shape[1] - SEED) :].clone() for q in judged.queries]
+    tokens, softmax = list(judged.tokens), judged.softmax
+    return Pending(judged.begins, judged.step, judged.columns, tokens, softmax=softmax, queries=newest)
+
+
 def sum_late(store: LayerStore, forward: Pending, rule: Rule) -> None:
     """Sum what the queries that were kept gave, where that was put off."""
     queries, forward.queries = forward.queries, []
@@ -83,19 +92,22 @@ def sum_late(store: LayerStore, forward: Pending, rule: Rule) -> None:
 def drafted(store: LayerStore, this: Pending, q: Tensor, asks: bool) -> Pending:
     """Keep of q [B, H*G, Q, D] what the verdict will leave: mass is made of the queries that remain then.
 
-    All of them where the layer `asks`.
+    All of them where the layer `asks`, and those that may begin sums.
     """
     rules = [rule for rule in (this.rule, this.unjudged) if rule]
     reductions = {rule.scorer.mass for rule in rules if rule.scorer.mass}
     every = any(reduction.rows == ALL_ROWS for reduction in reductions)
-    summed = every and not asks and not any(isinstance(reduction, Future) for reduction in reductions)
+    summed = (
+        every and not asks and not this.begins and not any(isinstance(reduction, Future) for reduction in reductions)
+    )
     queries = q.shape[2]
     if len(reductions) == 1 and summed and queries > MOST_DRAFTS:  # no verdict reaches back further
         assert this.softmax is not None
         old = [q[row, :, queries - n : max(queries - n, queries - MOST_DRAFTS)] for row, n in enumerate(this.tokens)]
         this.mass = mass_of(store, old, this.softmax, *reductions, newer=MOST_DRAFTS)
         this.queries = newest_queries(q, this.tokens, MOST_DRAFTS)
-    elif reductions or asks:
-        rows = ALL_ROWS if every or asks else MOST_DRAFTS + max(reduction.rows for reduction in reductions)
+    elif reductions or asks or this.begins:
+        most = max([reduction.rows for reduction in reductions] + [SEED] * (this.begins is not None), default=0)
+        rows = ALL_ROWS if every or asks else MOST_DRAFTS + most
         this.queries = newest_queries(q, this.tokens, rows)
     return this

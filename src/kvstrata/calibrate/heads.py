@@ -40,6 +40,8 @@ def policy_for(scorer: str, share: Fraction) -> Policy:
     policy = parse_policy(scorer)
     if not policy.across and scorer != "duo":
         raise InputError(f"scorer {scorer!r} gives every head the same: take one whose heads share a budget, as echo")
+    if any(rule and rule.scorer.mass and not rule.scorer.columns for rule in policy.rules(0).values()):
+        raise InputError(f"scorer {scorer!r} reads one forward's attention, which is gone when shares are measured")
     return policy.with_budget(Share(share))
 
 

@@ -85,7 +85,7 @@ def plan(
         missing = {one: grid.left[source.name, one] for one in asked if (source.name, one) in grid.left}
         grid.work += units_of(name, source, scope, examples, job.batch, missing)
     if beside and not any((source, one) in grid.runs for source, _ in grid.runs for one in beside):
-        raise InputError("--peers: none of these tasks asks them anything; they know needle, niah, copy and ppl")
+        raise InputError("--peers: none of these tasks asks them anything; they know needle, words, niah, copy and ppl")
     return grid
 
 

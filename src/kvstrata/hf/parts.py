@@ -98,7 +98,7 @@ def projections_of(model: PreTrainedModel, layers: Sequence[int]) -> Mapping[int
         if projection is None:
             raise UnsupportedModelError(
                 f"{type(model).__name__}: the projection behind attention of layer {layer} is not found: "
-                "take weight=u, which does without"
+                "take a policy that does not weigh by it (echo:weight=u, expected:weight=v)"
             )
         found[layer] = _weight(projection)
     return found

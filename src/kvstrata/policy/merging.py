@@ -32,6 +32,11 @@ class Merging(Protocol):
         """State per entry."""
         ...
 
+    @property
+    def of_attention(self) -> bool:
+        """Whether scores must be attention."""
+        ...
+
     def merges(self, z: Tensor, stays: Tensor, signals: Signals) -> tuple[Merges | None, Mapping[str, Tensor]]:
         """What is added to what where scores are z [B, 1|H, N] and `stays` [B, 1|H, N] bool stay, and new columns."""
         ...
@@ -56,6 +61,7 @@ class IntoNext:
 
     needs = frozenset[str]()
     columns = ()
+    of_attention = True
 
     def merges(self, z: Tensor, stays: Tensor, signals: Signals) -> tuple[Merges | None, Mapping[str, Tensor]]:
         """See `Merging`."""
@@ -109,6 +115,7 @@ class IntoNearest:
 
     needs = frozenset({"keys"})
     columns = (THRESHOLD,)
+    of_attention = False
 
     def merges(self, z: Tensor, stays: Tensor, signals: Signals) -> tuple[Merges | None, Mapping[str, Tensor]]:
         """See `Merging`."""

@@ -51,6 +51,10 @@ class Rule:
         coding = self.tiers.coding
         if self.merge and self.tiers.ranks:
             raise SpecError("values cannot be merged where windows become exact again as their codes gave them")
+        if self.merge and self.merge.of_attention and self.scorer.mass is None:
+            raise SpecError("what is merged by its attention needs a scorer that reads attention, as accumulated-mass")
+        if self.divided:
+            self.divided.check(self.scorer.mass, self.scorer.columns)
         codec = coding and coding.record
         apart = codec and not self.tiers.ranks and codec.unit > 1 and not codec.by_page
         if coding and apart and not isinstance(self.budget, Everything):

@@ -13,11 +13,15 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvstrata.core import Column, LayerShape, Signals, SpecError
+from kvstrata.kernels.mass import Moments, Summing
 from kvstrata.kernels.mass.moments import ENTROPY, VARIANCE
-from kvstrata.policy.budget import Budget
+from kvstrata.policy.budget import Budget, HeadTokens
 from kvstrata.policy.confidence import Steady
 
 SHARE = Column("share", torch.float32)  # 1 + a row's share of the layer, the same in all its entries; 0 while unknown
+
+
+ROUNDING = 1e-3  # of an entry: shares are kept in fp32, and must give back the whole numbers they came from
 
 
 class Preference(Protocol):
@@ -29,6 +33,10 @@ class Preference(Protocol):
 
     def weights(self, measures: Sequence[float]) -> list[float]:
         """What each layer's share is in proportion to; none is below 0."""
+        ...
+
+    def fits(self, mass: Summing | None, columns: Sequence[Column]) -> bool:
+        """Whether a scorer that reads and keeps these gives what is measured."""
         ...
 
 
@@ -60,6 +68,10 @@ class BySpread:
         """The products themselves."""
         return list(measures)
 
+    def fits(self, mass: Summing | None, columns: Sequence[Column]) -> bool:
+        """It needs moments."""
+        return isinstance(mass, Moments)
+
 
 @dataclass(frozen=True, slots=True)
 class ByDensity:
@@ -86,6 +98,10 @@ class ByDensity:
         mean = sum(measures) / len(measures)
         return [math.exp(-self.alpha * v / mean) if mean > 0 else 1.0 for v in measures]
 
+    def fits(self, mass: Summing | None, columns: Sequence[Column]) -> bool:
+        """It needs sums of attention."""
+        return any(column.name == "mass" for column in columns)
+
 
 @dataclass(frozen=True, slots=True)
 class ByPreference:
@@ -102,6 +118,13 @@ class ByPreference:
     def __post_init__(self) -> None:
         if self.own < 0:
             raise SpecError(f"own={self.own}: give 0 or more")
+        if isinstance(self.base, HeadTokens):
+            raise SpecError(f"budget={self.base}: layers divide one number for all heads, so give one")
+
+    def check(self, mass: Summing | None, columns: Sequence[Column]) -> None:
+        """Raise `SpecError` where a scorer that reads and keeps these does not tell what to divide by."""
+        if self.preference and not self.preference.fits(mass, columns):
+            raise SpecError(f"{type(self.preference).__name__} cannot be measured by this scorer: leave it out")
 
     even = False
     threshold = None
@@ -136,7 +159,7 @@ class ByPreference:
     def shared(self, mean: int, share: float) -> int:
         """What a layer may keep where the mean is `mean`."""
         own = self._own(mean)
-        return max(1, own + int(share * (mean - own) + 1e-3))
+        return max(1, own + int(share * (mean - own) + ROUNDING))
 
     def shares(self, measures: Sequence[float], mean: int, seen: int) -> list[float]:
         """Shares of layers by their measures, 1 on average; none gets more than the `seen` tokens that there are."""

@@ -231,6 +231,9 @@ def _build(what: str, make: Callable[..., T], options: Table) -> T:
         if _is_budget(hints[key]):
             values[key] = parse_budget(value)
             continue
+        if hints[key] is Scorer:
+            values[key] = _scorer(value, what)
+            continue
         if hints[key] == tuple[Part, ...]:
             values[key] = tuple(_part(item, what) for item in _list(value, f"{what}, {key}"))
             continue

@@ -128,6 +128,10 @@ class CodedTier:
         k, v = self._decode(segment, at)
         return k, v, at
 
+    def at(self, segment: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys [n, D] and values of some slots [n], ascending, of one segment."""
+        return self._decode(segment, slots)
+
     def _decode(self, segment: int, at: Tensor) -> tuple[Tensor, Tensor]:
         """Keys [n, D] and values of the slots `at` of a kv segment, in the cache's dtype."""
         f, pages = self.arena.format, self.pages[segment]

@@ -73,10 +73,9 @@ def _gathered(exact: ExactTier, coded: Sequence[CodedTier], segment: Tensor, slo
     for tier in coded:
         inside = (slot >= offset) & (slot < offset + tier.width)
         for s in segment[inside].unique().tolist():
-            of_k, of_v, at = tier.decoded(s)
-            order = at.new_zeros(tier.width).index_copy_(0, at, torch.arange(len(at), device=at.device))
             wanted = inside & (segment == s)
-            found = order[slot[wanted] - offset]
-            k[wanted], v[wanted] = of_k[found], of_v[found]
+            at, place = (slot[wanted] - offset).unique(return_inverse=True)
+            of_k, of_v = tier.at(s, at)
+            k[wanted], v[wanted] = of_k[place], of_v[place]
         offset += tier.width
     return k, v

@@ -248,9 +248,11 @@ class LayerStore:
 
     # -- appending ----------------------------------------------------------------------------------------------
 
-    def append(self, k: Tensor, v: Tensor, tokens: Sequence[int], first: Sequence[int], step: int) -> None:
+    def append(
+        self, k: Tensor, v: Tensor, tokens: Sequence[int], first: Sequence[int], step: int, more: Given = NONE_GIVEN
+    ) -> None:
         """Store the last `tokens[b]` entries of each row of k and v [B, H, Q, D], in place where there is room."""
-        self.stage(k, v, tokens, first, step)
+        self.stage(k, v, tokens, first, step, more)
         self.flush()
 
     def stage(

@@ -25,10 +25,6 @@ class Future:
     sinks: int = 4
     rows: int = ALL_ROWS  # which queries it reads: all of them
 
-    def last(self, queries: int) -> int:
-        """How many of `queries` queries count: all."""
-        return queries
-
 
 def expected_mass(
     q: Tensor, k: Tensor, q_position: Tensor, k_position: Tensor, *, scale: float, rotary: Rotary, future: Future
@@ -38,15 +34,17 @@ def expected_mass(
     q [H*G, R, D] at q_position [R], k [h, N, D] at k_position [h, N], h = H, of one row -> [h, N] fp32.
     """
     asks = q_position >= future.sinks
-    mean, covariance = moments(rotary.off(q.float(), q_position)[:, asks if bool(asks.any()) else slice(None)])
+    asks = asks if bool(asks.any()) else slice(None)
     turn = _mean_turn(rotary, int(q_position[-1]) + 1, future.positions, q.shape[-1], q.device)
-    mean, covariance = mean @ turn, turn.T @ covariance @ turn
-    keys = k.float()[:, None]  # [h, 1, N, D]
-    mean, covariance = (t.unflatten(0, (k.shape[0], -1)) for t in (mean, covariance))
-    logits = (keys @ mean[..., None])[..., 0] * scale  # [h, G, N]
-    logits += (keys @ covariance * keys).sum(dim=-1) * (scale * scale / 2)  # of a log-normal's mean
-    logits = logits.masked_fill((k_position < future.sinks)[:, None], -torch.inf)
-    return logits.softmax(dim=-1).mean(dim=1).nan_to_num_(0.0)  # no key but sinks
+    group, found = q.shape[0] // k.shape[0], torch.empty(k.shape[:2], device=q.device)
+    for head, keys in enumerate(k):  # one by one, since each holds its queries and keys anew in fp32
+        mean, covariance = moments(rotary.off(q[head * group : (head + 1) * group].float(), q_position)[:, asks])
+        mean, covariance, keys = mean @ turn, turn.T @ covariance @ turn, keys.float()
+        logits = mean @ keys.T * scale  # [G, N]
+        logits += (keys @ covariance * keys).sum(dim=-1) * (scale * scale / 2)  # of a log-normal's mean
+        logits = logits.masked_fill(k_position[head] < future.sinks, -torch.inf)
+        found[head] = logits.softmax(dim=-1).mean(dim=0).nan_to_num_(0.0)  # no key but sinks
+    return found
 
 
 def moments(q: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,8 @@ from kvstrata.policy.scorers.outputs import Critical, Expected, Lag
 from kvstrata.policy.scorers.recency import Recency
 from kvstrata.policy.scorers.spread import Defensive
 
+FOUR = 4  # sinks of scorers that leave them out
+
 
 @PRESETS.add("criticalkv")
 def criticalkv(
@@ -69,7 +71,8 @@ def expected(
 
     Four sinks stay and no window, as published.
     """
-    rule = Rule(Expected(positions, weight=weight), budget, EACH, protect=Protect(FOUR_SINKS))
+    scorer = Expected(positions, FOUR if sinks is None else sinks, weight)
+    rule = Rule(scorer, budget, EACH, protect=Protect(FOUR_SINKS))
     return Policy.everywhere("expected", rule, None).with_protect(sinks, recent)
 
 
@@ -77,13 +80,13 @@ def expected(
 def expected_ada(
     budget: Budget = QUARTER,
     positions: int = 512,
-    weight: Literal["v", "wov", "none"] = "wov",
+    weight: Literal["v", "wov", "none"] = "v",
     safe: Fraction = Fraction(1, 5),
     sinks: int | None = None,
     recent: int | None = None,
 ) -> Policy:
-    """`expected` where the heads of a layer share its budget as in `adakv`: how its authors' comparisons run it."""
-    scorer = Expected(positions, weight=weight, epsilon=1e-4)
+    """`expected` where the heads of a layer share its budget as in `adakv`: what kvpress's leaderboard runs."""
+    scorer = Expected(positions, FOUR if sinks is None else sinks, weight, epsilon=0.01)
     rule = Rule(scorer, budget, Token("pooled", safe), protect=Protect(FOUR_SINKS))
     return Policy.everywhere("expected-ada", rule, None).with_protect(sinks, recent)
 
@@ -91,7 +94,7 @@ def expected_ada(
 @PRESETS.add("lagkv")
 def lagkv(budget: Budget = QUARTER, lag: int = 128, sinks: int | None = None, recent: int | None = None) -> Policy:
     """Keep what stands out of the range of the next entries, channel by channel (LagKV, arXiv:2504.04704)."""
-    rule = Rule(Lag(lag), budget, EACH, protect=Protect(FOUR_SINKS))
+    rule = Rule(Lag(lag, FOUR if sinks is None else sinks), budget, EACH, protect=Protect(FOUR_SINKS))
     return Policy.everywhere("lagkv", rule, None).with_protect(sinks, recent)
 
 

@@ -181,10 +181,7 @@ class WindowMass(Stateless):
     kind: Literal["mean", "max"] = "mean"
 
     def __post_init__(self) -> None:
-        if self.rows < 1:
-            raise SpecError(f"rows={self.rows}: the window needs at least one query")
-        if self.pool < 1 or self.pool % 2 == 0:
-            raise SpecError(f"pool={self.pool} has no middle: give an odd number")
+        check_window(self.rows, self.pool)
 
     @property
     def mass(self) -> Reduction:
@@ -196,11 +193,20 @@ class WindowMass(Stateless):
         return pooled(_mass(signals, signals.position.shape[1]), signals, self.pool, self.kind)
 
 
+def check_window(rows: int, pool: int) -> None:
+    """Raise `SpecError` for a window without queries or a pool without a middle."""
+    if rows < 1:
+        raise SpecError(f"rows={rows}: the window needs at least one query")
+    if pool < 1 or pool % 2 == 0:
+        raise SpecError(f"pool={pool} has no middle: give an odd number")
+
+
 def pooled(mass: Tensor, signals: Signals, pool: int, kind: Literal["mean", "max"] = "mean") -> Tensor:
     """Mass [B, 1|H, N] smoothed over `pool` neighbours in position, to which protected entries and ends add nothing."""
     if pool == 1:
         return mass
-    order = signals.position.masked_fill(~signals.valid, torch.iinfo(torch.int32).max).argsort(dim=-1)
+    position = signals.position.masked_fill(~signals.valid, torch.iinfo(torch.int32).max)
+    order = position.argsort(dim=-1).expand(mass.shape)
     candidates = mass.masked_fill(signals.protected, 0.0).gather(-1, order)
     smooth = avg_pool1d if kind == "mean" else max_pool1d
     return torch.empty_like(mass).scatter_(-1, order, smooth(candidates, pool, stride=1, padding=pool // 2))

@@ -16,6 +16,8 @@ from kvstrata.kernels.mass import Future, Summing
 from kvstrata.policy.scorers import SCORERS, Scorer, Stateless
 from kvstrata.policy.select import select
 
+LEAST = 1e-12  # range of a channel that is the same in all of a part
+
 
 @SCORERS.add("critical")
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,8 @@ class Critical:
     epsilon: float = 1e-4
 
     def __post_init__(self) -> None:
+        if self.scorer.mass is None:
+            raise SpecError("critical multiplies scores by norms, so they must be attention, as those of window-mass")
         if not 0 <= self.first <= 1:
             raise SpecError(f"first={float(self.first)}: give the part of the budget that goes by score alone, 0 to 1")
 
@@ -67,10 +71,10 @@ class Critical:
         """Infinite for the first part."""
         assert signals.added is not None
         assert signals.caps is not None
-        z, shape = self.scorer.score(signals), signals.position.shape
-        protected, valid = signals.protected.expand(shape), signals.valid.expand(shape)
+        z = self.scorer.score(signals)
+        position, protected, valid = (t.expand(z.shape) for t in (signals.position, signals.protected, signals.valid))
         part = (signals.caps.double() * float(self.first)).long()
-        best = select(z.expand(shape), signals.position, part, protected, valid) & (part > 0)[..., None]
+        best = select(z, position, part, protected, valid) & (part > 0)[..., None]
         return ((z + self.epsilon) * signals.added).masked_fill(best, torch.inf)
 
 
@@ -102,14 +106,15 @@ class Expected(Stateless):
         return Future(self.positions, self.sinks)
 
     def score(self, signals: Signals) -> Tensor:
-        """Expected attention times the norm."""
+        """Expected attention times the norm; infinite for sinks."""
         assert signals.mass is not None
-        if self.weight == "none":
-            return signals.mass
-        values = signals.values
-        norm = signals.added if values is None else torch.linalg.vector_norm(values, dim=-1, dtype=torch.float32)
-        assert norm is not None
-        return (signals.mass + self.epsilon) * norm
+        worth = signals.mass
+        if self.weight != "none":
+            values = signals.values
+            norm = signals.added if values is None else torch.linalg.vector_norm(values, dim=-1, dtype=torch.float32)
+            assert norm is not None
+            worth = (worth + self.epsilon) * norm
+        return worth.masked_fill(signals.position < self.sinks, torch.inf)
 
 
 @SCORERS.add("lag")
@@ -119,7 +124,7 @@ class Lag(Stateless):
 
     Behind the first `sinks` entries, in parts of `lag`: each part is brought to the range of the next one, channel by
     channel; the spread over channels, softmax over the part, keys and values averaged, then the rank within the part,
-    so that every part keeps as many. The last part and what is left of one stay before anything else.
+    so that every part keeps as many. Sinks, the last part and what is left of one stay before anything else.
     """
 
     lag: int = 128
@@ -135,28 +140,30 @@ class Lag(Stateless):
         return frozenset({"keys", "values"})
 
     def score(self, signals: Signals) -> Tensor:
-        """The rank in its part, 0 to 1; 1 and more, newer first, where no part follows."""
+        """The rank in its part, 0 to 1; 1 and more, newer first, where no part follows; infinite for sinks."""
         assert signals.keys is not None
         assert signals.values is not None
         batch, heads = signals.keys.shape[:2]
         position, valid = (t.expand(batch, heads, -1) for t in (signals.position, signals.valid))
         z = 2.0 + position.float() / (1 + position.amax(dim=-1, keepdim=True))
-        for row in range(batch):
-            for head in range(heads):
-                order = position[row, head].masked_fill(~valid[row, head], torch.iinfo(torch.int32).max).argsort()
-                order = order[self.sinks : int(valid[row, head].sum())]
-                parts = len(order) // self.lag
-                if parts < 2:
-                    continue
-                order = order[: parts * self.lag]
-                found = sum(self._spread(t[row, head][order]) for t in (signals.keys, signals.values))
-                assert isinstance(found, Tensor)
-                z[row, head, order[: -self.lag]] = found.argsort(dim=-1).argsort(dim=-1).flatten() / self.lag
-        return z
+        z = z.masked_fill(position < self.sinks, torch.inf).flatten(0, 1)
+        order = position.masked_fill(~valid, torch.iinfo(torch.int32).max).argsort(dim=-1).flatten(0, 1)
+        lengths: list[int] = valid.sum(dim=-1).flatten().tolist()
+        states = [t.flatten(0, 1) for t in (signals.keys, signals.values)]
+        for length in set(lengths):  # one for prompts of one length
+            parts = (length - self.sinks) // self.lag
+            if parts < 2:
+                continue
+            segments = torch.tensor([s for s, n in enumerate(lengths) if n == length], device=z.device)[:, None]
+            ranked = order[segments[:, 0], self.sinks : self.sinks + parts * self.lag]
+            keys, values = (self._spread(t[segments, ranked]) for t in states)
+            rank = (keys + values).argsort(dim=-1).argsort(dim=-1).flatten(1) / self.lag
+            z[segments, ranked[:, : -self.lag]] = rank
+        return z.unflatten(0, (batch, heads))
 
     def _spread(self, x: Tensor) -> Tensor:
-        """x [P*lag, D] in order of position -> [P-1, lag]."""
-        parts = x.float().unflatten(0, (-1, self.lag))
-        after = parts[1:]
-        low, high = after.amin(dim=1, keepdim=True), after.amax(dim=1, keepdim=True)
-        return ((parts[:-1] - low) / (high - low).clamp_min(1e-12)).std(dim=-1).softmax(dim=-1)
+        """x [S, P*lag, D] in order of position -> [S, P-1, lag]."""
+        parts = x.float().unflatten(1, (-1, self.lag))
+        after = parts[:, 1:]
+        low, high = after.amin(dim=2, keepdim=True), after.amax(dim=2, keepdim=True)
+        return ((parts[:, :-1] - low) / (high - low).clamp_min(LEAST)).std(dim=-1).softmax(dim=-1)

@@ -11,7 +11,7 @@ from kvstrata.core import Signals, SpecError
 from kvstrata.kernels.mass import Moments
 from kvstrata.kernels.mass.moments import LARGEST, MEAN, VARIANCE
 from kvstrata.policy.scorers import SCORERS, Stateless
-from kvstrata.policy.scorers.attention import pooled
+from kvstrata.policy.scorers.attention import check_window, pooled
 
 TINY = 1e-30
 
@@ -29,10 +29,7 @@ class MeanVariance(Stateless):
     gamma: float = 200.0
 
     def __post_init__(self) -> None:
-        if self.rows < 1:
-            raise SpecError(f"rows={self.rows}: the window needs at least one query")
-        if self.pool < 1 or self.pool % 2 == 0:
-            raise SpecError(f"pool={self.pool} has no middle: give an odd number")
+        check_window(self.rows, self.pool)
 
     @property
     def mass(self) -> Moments:
@@ -63,10 +60,7 @@ class Defensive(Stateless):
     sure: float = 0.9
 
     def __post_init__(self) -> None:
-        if self.rows < 1:
-            raise SpecError(f"rows={self.rows}: the window needs at least one query")
-        if self.pool < 1 or self.pool % 2 == 0:
-            raise SpecError(f"pool={self.pool} has no middle: give an odd number")
+        check_window(self.rows, self.pool)
         if not 0 <= self.sure <= 1:
             raise SpecError(f"sure={self.sure}: give a part of the attention, 0 to 1")
 
@@ -89,7 +83,7 @@ class Defensive(Stateless):
         smooth = pooled(largest, signals, self.pool).masked_fill(~free, 0.0)
         smooth *= largest.sum(dim=-1, keepdim=True) / smooth.sum(dim=-1, keepdim=True).clamp_min(TINY)
         floor = smooth.sum(dim=-1, keepdim=True) / free.sum(dim=-1, keepdim=True).clamp_min(1)
-        weight = signals.added / signals.added.sum(dim=1, keepdim=True).clamp_min(TINY)
+        weight = signals.added / _over_heads(signals.added, signals).clamp_min(TINY)
         return (torch.maximum(smooth, floor) * weight).masked_fill(self._first(signals, free), torch.inf)
 
     def _first(self, signals: Signals, free: Tensor) -> Tensor:
@@ -105,3 +99,11 @@ class Defensive(Stateless):
         room = signals.caps[..., None] - (signals.valid & ~free).sum(dim=-1, keepdim=True)
         first = torch.arange(mean.shape[-1], device=mean.device) < torch.minimum(count, room)
         return torch.zeros_like(free).scatter_(-1, order, first) & free
+
+
+def _over_heads(x: Tensor, signals: Signals) -> Tensor:
+    """Sums of x [B, H, N] over the heads that hold a token, for each of their entries: slots say nothing of tokens."""
+    position = signals.position.long().masked_fill(~signals.valid, 0).expand(x.shape).flatten(1)
+    x = x.masked_fill(~signals.valid, 0.0)
+    sums = x.new_zeros(x.shape[0], int(position.amax()) + 1 if position.numel() else 1)
+    return sums.scatter_add_(1, position, x.flatten(1)).gather(1, position).view(x.shape)
