@@ -87,7 +87,8 @@ class BlockRule:
         if threshold is None and len(live) <= cap:
             return []
         signals = self._signals(live, seen, confidence, measured)
-        z = self.rule.score(signals)
+        z = signals.mass if self.measured and not self.scorer.columns else self.rule.score(signals)
+        assert z is not None
         if threshold is not None:
             keep = (z >= threshold) | z.isnan() | signals.protected
         else:
