@@ -84,6 +84,13 @@ class Reference:
             self._masks |= dict.fromkeys(numbers, mask)
         return self.model(torch.tensor([ids])).logits[0].log_softmax(-1)
 
+    @torch.no_grad()
+    def attention(self, ids):
+        """Attention [L, H*G, T, T] of a prompt from which nothing is gone."""
+        mask = torch.full((1, 1, len(ids), len(ids)), torch.finfo(torch.float32).min).triu_(1)
+        self._masks |= dict.fromkeys(range(len(self.model.model.layers)), mask)
+        return torch.cat(self.model(torch.tensor([ids]), output_attentions=True).attentions)
+
     def compare(self, log, result, shift=0, masked=True):
         """Replay one request of an engine's result."""
         head, steps = log

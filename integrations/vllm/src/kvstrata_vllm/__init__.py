@@ -19,7 +19,7 @@ def register() -> None:
     if _registered:
         return
     _registered = True
-    from kvstrata_vllm.configure import CONNECTOR, complete_configurations
+    from kvstrata_vllm.configure import CONNECTOR, TRITON, complete_configurations
     from kvstrata_vllm.versions import VersionError, check_version
 
     complete_configurations()
@@ -35,4 +35,5 @@ def register() -> None:
     register_specs()
     KVConnectorFactory.register_connector(CONNECTOR, "kvstrata_vllm.connector", "KvstrataConnector")
     register_backend(AttentionBackendEnum.CPU_ATTN, "kvstrata_vllm.cpu.StrataCPUBackend")
-    register_backend(AttentionBackendEnum.CUSTOM, "kvstrata_vllm.gpu.StrataGPUBackend")
+    register_backend(AttentionBackendEnum.CUSTOM, "kvstrata_vllm.gpu.StrataFlashBackend")
+    register_backend(TRITON, "kvstrata_vllm.gpu.StrataTritonBackend")

@@ -16,6 +16,7 @@ from kvstrata_vllm.versions import check_version
 
 CONNECTOR = "KvstrataConnector"
 CONFIDENCE = "kvstrata_vllm.confident:ConfidenceProcessor"
+TRITON = "KVSTRATA_TRITON"  # our backend over Triton's, which alone has caches with a scale for each token and head
 CPU_DTYPES = ("auto", "bfloat16", "float16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2")
 
 
@@ -53,7 +54,8 @@ def complete(args: Any, settings: Settings) -> None:
     if not current_platform.is_cpu() and args.attention_backend is None:
         from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-        args.attention_backend = AttentionBackendEnum.CUSTOM
+        per_token_head = "per_token_head" in args.kv_cache_dtype
+        args.attention_backend = AttentionBackendEnum[TRITON] if per_token_head else AttentionBackendEnum.CUSTOM
 
 
 def refuse(args: Any, cpu: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
     CPUAttentionBackendImpl,
@@ -22,6 +23,10 @@ class StrataCPUBuilder(StrataBuilder, CPUAttentionMetadataBuilder):
 class StrataCPUImpl(StrataImpl, CPUAttentionBackendImpl):
     """The CPU kernel, looked at."""
 
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self.dtype = get_current_vllm_config().model_config.dtype  # in which keys come to the cache
+
     @property
     def softcap(self) -> float | None:
         """vLLM says 0 for none."""
@@ -30,14 +35,8 @@ class StrataCPUImpl(StrataImpl, CPUAttentionBackendImpl):
     def key_reader(self, layer: Any, kv_cache: Tensor) -> PackedKeys:
         """The packing depends on the processor; it is found once for each layer."""
         block_size, width = kv_cache.shape[2], kv_cache.shape[3] // 2
-        dtype = self_dtype(layer, kv_cache)
-        found = find_packing(layer.isa, dtype, self.kv_cache_dtype, block_size, width)
+        found = find_packing(layer.isa, self.dtype, self.kv_cache_dtype, block_size, width)
         return PackedKeys(found.place, found.dtype, layer._k_scale_float if found.dtype else 1.0)
-
-
-def self_dtype(layer: Any, kv_cache: Tensor) -> Any:
-    """The dtype in which keys come to the cache."""
-    return kv_cache.dtype if kv_cache.dtype.is_floating_point else layer.dtype
 
 
 class StrataCPUBackend(StrataBackend, CPUAttentionBackend):

@@ -31,10 +31,15 @@ def in_rows(keys: Tensor) -> Tensor:
 class SplitKeys:
     """The layout of the GPU kernels: kv_cache [B, H, T, 2*D], the first half of each row is the key."""
 
+    dtype: torch.dtype | None = None  # as in `PackedKeys`
+    scale: float = 1.0
+
     def read(self, kv_cache: Tensor, blocks: Tensor) -> Tensor:
         """Gather and cut."""
         found = kv_cache[blocks]
-        return in_rows(found[..., : found.shape[-1] // 2]).float()
+        keys = found[..., : found.shape[-1] // 2]
+        keys = keys if self.dtype is None else keys.contiguous().view(self.dtype)
+        return in_rows(keys).float() * self.scale
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -43,6 +43,13 @@ class Group:
             self.keep = torch.cat([self.keep, self.keep.new_ones(more, self.keep.shape[1])])
             self.columns = [torch.cat([c, c.new_zeros(more, c.shape[1])]) for c in self.columns]
 
+    def widen(self, blocks: int) -> None:
+        """Make room for tables of so many blocks: vLLM rounds theirs up."""
+        more = blocks - self.keep.shape[1]
+        if more > 0:
+            self.keep = torch.nn.functional.pad(self.keep, (0, more), value=True)
+            self.columns = [torch.nn.functional.pad(column, (0, more)) for column in self.columns]
+
     def clear(self, slots: Sequence[int]) -> None:
         """Forget what is known of these."""
         at = torch.tensor(slots, dtype=torch.long, device=self.keep.device)
@@ -99,7 +106,9 @@ class Worker:
                     group.keep[self._slots[request], blocks] = False
             tails = step.tails[number]
             where = torch.tensor(list(tails.values()), dtype=torch.long, device=group.keep.device)
-            group.slot_of_block[where] = torch.tensor([slots[r] for r in tails], device=group.keep.device)
+            group.slot_of_block[where] = torch.tensor(
+                [slots[request] for request in tails], dtype=torch.long, device=group.keep.device
+            )
             group.rows, group.worth = None, {}
             group.asked = frozenset(ask.scorer for ask in step.asks if ask.group == number)
         self._step = step
@@ -120,6 +129,7 @@ class Worker:
     ) -> Rows:
         """The group's rows of this step without what is gone; shapes as in `compact.py`."""
         group = self.groups[number]
+        group.widen(table.shape[1])
         slots = find_slots(slot_mapping, starts, group.slot_of_block, group.block_size)[: table.shape[0]]
         rows = compact(table, lengths, slots, group.keep[:, : table.shape[1]], group.block_size)
         group.rows, group.queries = rows, starts_cpu.diff().tolist()

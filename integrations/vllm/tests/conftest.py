@@ -1,0 +1,27 @@
+"""Settings of vLLM that suit two cores, before anything imports it; random tests that are the same every time."""
+
+import os
+
+os.environ |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+for name, value in {
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "passive",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "HF_HUB_OFFLINE": "1",
+}.items():
+    os.environ.setdefault(name, value)
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "same-every-time", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("same-every-time")
+
+
+@pytest.fixture(autouse=True)
+def same_start_for_every_test():
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
