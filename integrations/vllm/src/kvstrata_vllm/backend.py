@@ -10,7 +10,9 @@ from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 
 from kvstrata.core import UnsupportedModelError
+from kvstrata_vllm.blocks import read_policy
 from kvstrata_vllm.connector import this_worker
+from kvstrata_vllm.hidden import watch_parents
 from kvstrata_vllm.keys import KeyReader
 from kvstrata_vllm.layers import Asked, compressible
 from kvstrata_vllm.measure import Softmax
@@ -62,6 +64,16 @@ class StrataBackend:
     asked: ClassVar[Asked | None] = None
 
     @classmethod
+    def begin(cls, config: VllmConfig) -> None:
+        """A layer of a model with this configuration is being made."""
+        if StrataBackend.config is config:
+            return
+        StrataBackend.config = config
+        settings = read_settings(config.additional_config)
+        if settings is not None and read_policy(settings)[1].surrogates:
+            watch_parents(lambda part: isinstance(getattr(part, "impl", None), StrataImpl), saw_hidden)
+
+    @classmethod
     def customize_spec(cls, spec: Any) -> Any:
         """Called for every layer in turn, without its name and when no configuration is current any more."""
         spec = super().customize_spec(spec)  # type: ignore[misc]
@@ -78,6 +90,13 @@ class StrataBackend:
         return True
 
 
+def saw_hidden(attention: Any, hidden: Tensor) -> None:
+    """Let the worker know the hidden states that an attention layer is about to get."""
+    connector = this_worker()
+    if connector is not None and connector.worker is not None:
+        connector.saw_hidden(attention.layer_name, hidden)
+
+
 class StrataImpl:
     """Runs the platform's attention, then lets the worker look at it."""
 
@@ -85,7 +104,7 @@ class StrataImpl:
 
     def __init__(self, *given: Any, **options: Any) -> None:
         super().__init__(*given, **options)
-        StrataBackend.config = get_current_vllm_config()
+        StrataBackend.begin(get_current_vllm_config())
         self._reader: KeyReader | None = None
 
     def key_reader(self, layer: Any, kv_cache: Tensor) -> KeyReader:

@@ -61,10 +61,6 @@ class BlockRule:
         """Blocks that it may keep whatever the confidence."""
         return min(self.blocks(seen, SURE), self.blocks(seen, UNSURE))
 
-    def may_act(self, live: Sequence[int], seen: int) -> bool:
-        """Whether something may go of these whole blocks."""
-        return len(live) > self.least(seen) if self.rule.budget.threshold is None else bool(live)
-
     def peak(self, seen: int) -> int:
         """The most whole blocks that stay of `seen` tokens: the budget, or what is protected where that is more."""
         if self.rule.budget.threshold is not None:
@@ -110,6 +106,8 @@ class BlockRule:
         found = torch.zeros(position.shape)
         if measured is not None:
             found = torch.tensor([measured[i] for i in live], dtype=torch.float32)[None, None]
+        if self.scorer.surrogate:  # it speaks of logarithms of scores, which are averaged over a block's tokens
+            found = (found / size).log()
         columns = {column.name: found for column in self.scorer.columns}
         return Signals(
             layer=self.shape.layer,

@@ -48,6 +48,8 @@ def complete(args: Any, settings: Settings) -> None:
     refuse(args, current_platform.is_cpu())
     if args.kv_transfer_config is None:
         args.kv_transfer_config = KVTransferConfig(kv_connector=CONNECTOR, kv_role="kv_both")
+    if policy.surrogates:
+        _refuse_hidden(args)
     if policy.needs & {"logits", "processed-logits"}:
         given = list(args.logits_processors or [])
         args.logits_processors = given if CONFIDENCE in given else [*given, CONFIDENCE]
@@ -76,6 +78,16 @@ def refuse(args: Any, cpu: bool) -> None:
         )
     if not cpu:
         _refuse_second_runner()
+
+
+def _refuse_hidden(args: Any) -> None:
+    if not args.enforce_eager:
+        raise SpecError("kvzap reads hidden states, which a compiled model does not show: start with --enforce-eager")
+    if args.enable_prefix_caching is not False:
+        raise SpecError(
+            "kvzap reads the hidden state of every token, and tokens out of the prefix cache have none: start with "
+            "--no-enable-prefix-caching"
+        )
 
 
 def _refuse_second_runner() -> None:

@@ -22,6 +22,7 @@ from vllm.utils.math_utils import cdiv
 from kvstrata.core import SpecError, UnsupportedModelError
 from kvstrata_vllm.announce import start_line
 from kvstrata_vllm.droplog import DropLog
+from kvstrata_vllm.hidden import load_surrogate, worth_of_tokens
 from kvstrata_vllm.layers import Asked
 from kvstrata_vllm.ledger import Ledger
 from kvstrata_vllm.messages import Ask, Report, Step
@@ -59,6 +60,7 @@ class KvstrataConnector(KVConnectorBase_V1, SupportsHMA):
             raise UnsupportedModelError("no layer of this model has plain full attention, so kvstrata has nothing to do")
         if role == KVConnectorRole.WORKER:
             asked = Asked(vllm_config)
+            self._names = asked.names
             for number, spec in self.specs.items():
                 names = kv_cache_config.kv_cache_groups[number].layer_names
                 asked.check(spec, names)
@@ -76,6 +78,27 @@ class KvstrataConnector(KVConnectorBase_V1, SupportsHMA):
         device = next(iter(kv_caches.values())).device
         pool = self._kv_cache_config.num_blocks
         self.worker = Worker(classes, width, pool, self.settings.lag, device)
+        self._load_surrogates()
+
+    def _load_surrogates(self) -> None:
+        model, parallel = self._vllm_config.model_config, self._vllm_config.parallel_config
+        files = {rule.scorer.surrogate for spec in self.specs.values() for rule in spec.layer_class.measured}
+        size = len(self._names), model.get_total_num_kv_heads(), model.get_hidden_size()
+        self._surrogates = [load_surrogate(file, *size) for file in files if file]
+        self._ranks = parallel.tensor_parallel_size
+
+    def saw_hidden(self, layer_name: str, hidden: torch.Tensor) -> None:
+        """Let the surrogate judge the tokens of a step, hidden [tokens, width], from one layer's view.
+
+        Every rank sees all of them, so each contributes its part of the sum over ranks.
+        """
+        number = self.group_of_layer.get(layer_name)
+        if self.worker is None or number is None:
+            return
+        shares = self._ranks * len(self.specs[number].layer_class.layers)
+        for surrogate in self._surrogates:
+            worth = worth_of_tokens(surrogate, self._names.index(layer_name), hidden)
+            self.worker.add_worth(number, worth / shares)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Take the step's message: vLLM calls this first of all, before it builds the step's metadata."""

@@ -25,6 +25,7 @@ class Eviction:
     announced_at: int = 0  # step
     evicted: int = 0  # blocks given back so far
     prefilled: bool = False  # whether the prefill rule has acted on the whole prompt
+    looked: int = 0  # whole blocks when a threshold was last applied
     measured: Measured = field(default_factory=dict[int, list[float]])
 
     @property

@@ -117,11 +117,12 @@ class StrataManager(FullAttentionManager):
         rule = self._rule(state)
         live = self.live(blocks, processed)
         chosen: list[int] = []
-        if rule is not None and rule.may_act(live, processed):
+        if rule is not None and self._due(rule, state, live, processed):
             measured = self._measured(rule, state, live)
             if rule.measured and measured is None:
                 return []
             chosen = rule.victims(live, processed, self.ledger.confidence(request_id), measured)
+        state.looked = processed // self.block_size
         state.measured.clear()
         state.prefilled = state.prefilled or processed >= prompt
         return chosen
@@ -137,7 +138,13 @@ class StrataManager(FullAttentionManager):
             return None
         going = {*state.chosen, *state.announced}
         live = [i for i in self.live(self.req_to_blocks[request_id], processed) if i not in going]
-        return self.layer_class.number(rule) if rule.may_act(live, processed) else None
+        return self.layer_class.number(rule) if self._due(rule, state, live, processed) else None
+
+    def _due(self, rule: BlockRule, state: Eviction, live: Sequence[int], processed: int) -> bool:
+        """Whether something may go: by a budget when there is too much, by a threshold when a block has filled."""
+        if rule.rule.budget.threshold is not None:
+            return processed // self.block_size > state.looked
+        return len(live) > rule.least(processed)
 
     def live(self, blocks: Sequence[KVCacheBlock], processed: int) -> list[int]:
         """Logical numbers of the whole blocks that are there."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from kvstrata.policy.confidence import confidence
 from kvstrata_vllm.blocks import LayerClass
 from kvstrata_vllm.compact import Rows, compact, find_slots
+from kvstrata_vllm.hidden import add_tokens
 from kvstrata_vllm.keys import KeyReader
 from kvstrata_vllm.measure import Softmax, accumulate, block_worth
 from kvstrata_vllm.messages import Report, Step
@@ -32,6 +33,7 @@ class Group:
     keep: Tensor  # [S, M] bool
     columns: list[Tensor]  # for each measured rule [S, M] fp32
     rows: Rows | None = None  # of this step
+    ends: Tensor | None = None  # [R] tokens of each row after this step, those in blocks that are gone included
     queries: list[int] = field(default_factory=list[int])  # [R] tokens that each row computes in this step
     worth: dict[int, Tensor] = field(default_factory=dict[int, Tensor])  # measured rule -> [R, n], summed over layers
     asked: frozenset[int] = frozenset()  # measured rules that the scheduler asks for after this step
@@ -60,7 +62,7 @@ class Group:
     def due(self) -> list[int]:
         """Measured rules for which this step's forward must be looked at: sums always, the others when asked for."""
         rules = enumerate(self.layer_class.measured)
-        return [i for i, rule in rules if (rule.scorer.mass and rule.scorer.columns) or i in self.asked]
+        return [i for i, rule in rules if (rule.scorer.mass if rule.scorer.columns else i in self.asked)]
 
 
 class Worker:
@@ -132,7 +134,7 @@ class Worker:
         group.widen(table.shape[1])
         slots = find_slots(slot_mapping, starts, group.slot_of_block, group.block_size)[: table.shape[0]]
         rows = compact(table, lengths, slots, group.keep[:, : table.shape[1]], group.block_size)
-        group.rows, group.queries = rows, starts_cpu.diff().tolist()
+        group.rows, group.ends, group.queries = rows, lengths, starts_cpu.diff().tolist()
         return rows
 
     def measure(self, number: int, query: Tensor, kv_cache: Tensor, keys: KeyReader, softmax: Softmax) -> None:
@@ -154,6 +156,15 @@ class Worker:
                 worth = group.worth.setdefault(i, found.new_zeros(len(group.queries), width))
                 worth[first:last] += found
             start = stop
+
+    def add_worth(self, number: int, worth: Tensor) -> None:
+        """Add what a surrogate says of the step's tokens [tokens], in one layer and on one rank, to their blocks."""
+        group = self.groups[number]
+        if group.rows is None or group.ends is None or not self._step.tails:
+            return
+        for column, rule in zip(group.columns, group.layer_class.measured, strict=True):
+            if rule.scorer.surrogate:
+                add_tokens(column, group.rows.slots, group.ends, group.queries, worth, group.block_size)
 
     def end(self) -> Report | None:
         """Settle the step's measurements; what the scheduler asked for, if it did."""
