@@ -143,7 +143,18 @@ def table(runs: dict[str, list[Run]], load: Load) -> Table:
         f"{load.block} tokens, and one request takes {-(-(load.prompt + load.tokens) // load.block)}"
     )
     made = Table(title=title)
-    for name in ("", "tokens/s", "ratio", "decode ms", "first s", "last first s", "at once", "mean", "pool", "preempted"):
+    for name in (
+        "",
+        "tokens/s",
+        "ratio",
+        "decode ms",
+        "first s",
+        "last first s",
+        "at once",
+        "mean",
+        "pool",
+        "preempted",
+    ):
         made.add_column(name, justify="right" if name else "left")
     for name, found in runs.items():
         middle = {key: statistics.median(asdict(run)[key] for run in found) for key in asdict(found[0])}

@@ -31,7 +31,12 @@ def run(job):
 def request(done):
     out = done.outputs[0]
     chosen = [step[token].logprob for step, token in zip(out.logprobs, out.token_ids, strict=True)]
-    return {"id": done.request_id, "prompt": list(done.prompt_token_ids), "out": list(out.token_ids), "logprobs": chosen}
+    return {
+        "id": done.request_id,
+        "prompt": list(done.prompt_token_ids),
+        "out": list(out.token_ids),
+        "logprobs": chosen,
+    }
 
 
 def main(jobs, results):

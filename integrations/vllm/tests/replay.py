@@ -65,7 +65,9 @@ class Reference:
     """A model in float32 with a mask of its own in every layer."""
 
     def __init__(self, folder):
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+        self.model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
         self._masks = {}
         for number, layer in enumerate(self.model.model.layers):
             layer.self_attn.register_forward_pre_hook(self._mask(number), with_kwargs=True)

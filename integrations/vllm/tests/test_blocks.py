@@ -73,7 +73,9 @@ def test_snapkv_leaves_what_is_generated():
     assert found.decode is None
 
 
-@pytest.mark.parametrize("policy", ["streaming:budget=64", "h2o:budget=25%", "snapkv:budget=64", "confkv:high=64,low=128"])
+@pytest.mark.parametrize(
+    "policy", ["streaming:budget=64", "h2o:budget=25%", "snapkv:budget=64", "confkv:high=64,low=128"]
+)
 @pytest.mark.parametrize("lag", [0, 1])
 def test_the_peak_is_never_more_than_everything(policy, lag):
     (found,) = classes(policy)

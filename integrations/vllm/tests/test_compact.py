@@ -46,7 +46,9 @@ def test_a_row_is_told_by_the_block_that_its_last_token_goes_to():
     slot_of_block = torch.zeros(20, dtype=torch.long)
     slot_of_block[7], slot_of_block[3] = 5, 2
     mapping = torch.tensor([9 * BLOCK + 3, 7 * BLOCK, 3 * BLOCK + 1, 11 * BLOCK, -1])
-    starts = torch.tensor([0, 2, 3, 4, 4], dtype=torch.int32)  # two tokens, one, one that nobody announced, a padding row
+    starts = torch.tensor(
+        [0, 2, 3, 4, 4], dtype=torch.int32
+    )  # two tokens, one, one that nobody announced, a padding row
     assert find_slots(mapping, starts, slot_of_block, BLOCK).tolist() == [5, 2, 0, 0]
 
 

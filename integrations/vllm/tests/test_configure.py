@@ -105,7 +105,9 @@ def test_the_method_is_wrapped_once():
     assert EngineArgs.create_engine_config is before
 
 
-@pytest.mark.parametrize(("found", "accepted"), [("0.32.0", True), ("0.32.7+cpu", True), ("0.33.0", False), ("0.3.2", False)])
+@pytest.mark.parametrize(
+    ("found", "accepted"), [("0.32.0", True), ("0.32.7+cpu", True), ("0.33.0", False), ("0.3.2", False)]
+)
 def test_only_tested_versions_are_accepted(monkeypatch, found, accepted):
     monkeypatch.setattr(versions, "installed", lambda: found)
     if accepted:
@@ -125,5 +127,5 @@ def test_another_version_refuses_only_who_asks_for_kvstrata(monkeypatch, model):
 
 def test_no_vllm_at_all_is_said_so(monkeypatch):
     monkeypatch.setattr(versions, "DISTRIBUTIONS", ("no-such-distribution",))
-    with pytest.raises(versions.VersionError, match="needs vLLM 0.32: pip install"):
+    with pytest.raises(versions.VersionError, match=r"needs vLLM 0\.32: pip install"):
         versions.check_version()

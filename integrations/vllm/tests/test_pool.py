@@ -77,7 +77,7 @@ def test_a_block_is_freed_so_many_steps_after_it_is_announced(lag, monkeypatch):
         pool.step()
         table = pool.managers[0].req_to_blocks["r"]
         gone.append([i for i, block in enumerate(table) if block.is_null])
-    announced = [sorted(sum(told[: step + 1 - lag], [])) for step in range(8)]
+    announced = [sorted(block for blocks in told[: step + 1 - lag] for block in blocks) for step in range(8)]
     assert gone == announced
     assert gone[-1] == [1, 2, 3, 4, 5, 6]
 

@@ -19,7 +19,10 @@ from . import tiny
 from .engines import assert_replays, job, run_jobs
 from .replay import Reference, read_log
 
-TEXT = "It is a truth universally acknowledged, that a single man in possession of a good fortune, must be in want of a wife. "
+TEXT = (
+    "It is a truth universally acknowledged, that a single man in possession of a good fortune, must be in want of a "
+    "wife. "
+)
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +46,12 @@ def test_prefixes_are_shared_and_still_right(model, reference, tmp_path):
     log = tmp_path / "log.jsonl"
     (first,) = tiny.prompts(1, 300)
     prompts = [first, first[:200] + first[:50], first]
-    engine = {"enable_prefix_caching": True, "max_num_seqs": 1, "max_num_batched_tokens": 128, "skip_tokenizer_init": True}
+    engine = {
+        "enable_prefix_caching": True,
+        "max_num_seqs": 1,
+        "max_num_batched_tokens": 128,
+        "skip_tokenizer_init": True,
+    }
     (result,) = run_jobs([job(model, prompts, 48, table("h2o:budget=96", log), **engine)], tmp_path)
     _, steps = assert_replays(reference, log, result)
     begun = {name.rpartition("-")[0]: step["requests"][name][0] for step in steps for name in step["fresh"]}
@@ -115,7 +123,9 @@ def server(tmp_path_factory):
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     log = folder / "server.log"
     with log.open("w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
     try:
         wait_for(f"http://127.0.0.1:{port}/health", process, log)
         yield f"http://127.0.0.1:{port}", log
@@ -152,7 +162,11 @@ def test_a_server_answers_and_says_what_it_evicted(server):
     body = {"model": "demo", "prompt": TEXT * 12, "max_tokens": 40, "temperature": 0}
     text = post(f"{address}/v1/completions", body)["choices"][0]["text"]
     assert "single man in possession of a good fortune" in text
-    chat = {"model": "demo", "messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 20}
+    chat = {
+        "model": "demo",
+        "messages": [{"role": "user", "content": "What is the capital of France?"}],
+        "max_tokens": 20,
+    }
     assert "Paris" in post(f"{address}/v1/chat/completions", chat)["choices"][0]["message"]["content"]
     with urllib.request.urlopen(f"{address}/metrics", timeout=30) as answer:
         metrics = answer.read().decode()

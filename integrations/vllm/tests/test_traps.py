@@ -19,7 +19,8 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry as Registry
 {first}
 import torch
 size = dict(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
-print(Registry.get_manager_class(FullAttentionSpec(**size)), Registry.get_manager_class(SlidingWindowSpec(**size, sliding_window=4)))
+specs = FullAttentionSpec(**size), SlidingWindowSpec(**size, sliding_window=4)
+print(*map(Registry.get_manager_class, specs))
 """
 NAIVE = "from kvstrata_vllm.spec import Strata0, StrataManager; Registry.register(Strata0, StrataManager)"
 
@@ -48,7 +49,9 @@ def model(tmp_path):
 
 @pytest.mark.parametrize("dtype", ["int8_per_token_head", "fp8_per_token_head", "int4_per_token_head"])
 def test_a_cache_that_only_a_gpu_understands_is_refused_on_a_cpu(model, dtype):
-    args = EngineArgs(model, kv_cache_dtype=dtype, additional_config={"kvstrata": "streaming"}, skip_tokenizer_init=True)
+    args = EngineArgs(
+        model, kv_cache_dtype=dtype, additional_config={"kvstrata": "streaming"}, skip_tokenizer_init=True
+    )
     with pytest.raises(SpecError, match=rf"--kv-cache-dtype {dtype} needs a GPU .* generates garbage.*use auto or fp8"):
         args.create_engine_config()
 

@@ -30,8 +30,11 @@ def rows(made, tables, lengths, queries):
     for row, name in enumerate(names):
         table[row, : len(tables[name])] = torch.tensor(tables[name], dtype=torch.int32)
     starts = torch.tensor([0, *queries]).cumsum(0).int()
-    slots = [tables[n][p // BLOCK] * BLOCK + p % BLOCK for n, q in zip(names, queries, strict=True)
-             for p in range(lengths[n] - q, lengths[n])]
+    slots = [
+        tables[n][p // BLOCK] * BLOCK + p % BLOCK
+        for n, q in zip(names, queries, strict=True)
+        for p in range(lengths[n] - q, lengths[n])
+    ]
     at = torch.tensor([lengths[name] for name in names], dtype=torch.int32)
     return made.compact(0, table, at, torch.tensor(slots), starts, starts)
 

@@ -95,9 +95,7 @@ class BlockRule:
         dropped = (~keep[0, 0]).tolist()
         return [live[i] for i in worst if dropped[i]]
 
-    def _signals(
-        self, live: Sequence[int], seen: int, confidence: float, measured: Sequence[float] | None
-    ) -> Signals:
+    def _signals(self, live: Sequence[int], seen: int, confidence: float, measured: Sequence[float] | None) -> Signals:
         """Blocks as entries [1, 1, N]: the position of a block is that of its first token."""
         size = self.block_size
         position = torch.tensor(live, dtype=torch.int32)[None, None] * size
@@ -173,7 +171,9 @@ def read_policy(settings: Settings, block_size: int | None = None) -> tuple[str,
     if text.startswith(STRATEGY):
         _refuse_patterns(text)
         if settings.classes != 1:
-            raise SpecError(f"classes={settings.classes}: the file of {text} says itself which layers differ; leave it out")
+            raise SpecError(
+                f"classes={settings.classes}: the file of {text} says itself which layers differ; leave it out"
+            )
         name = STRATEGY.removesuffix(":")
     else:
         name, options = read_options(text)
@@ -193,7 +193,7 @@ def _refuse_patterns(text: str) -> None:
 
 @lru_cache
 def layer_classes(settings: Settings, num_layers: int, block_size: int, token_bytes: int) -> tuple[LayerClass, ...]:
-    """Layers of a model of `num_layers` by what they do, in order of their first layer; uniform policies by depth.
+    """Layers of a model of `num_layers` by what they do, in order of their first one; uniform policies by depth.
 
     token_bytes: key and value of one token in one layer, over all its heads on all ranks. Raises `SpecError`.
     """
@@ -208,8 +208,8 @@ def layer_classes(settings: Settings, num_layers: int, block_size: int, token_by
         groups.setdefault((part, policy.rule(layer, "prefill"), policy.rule(layer, "decode")), []).append(layer)
     if len(groups) > MOST_CLASSES:
         raise SpecError(
-            f"{settings.policy} treats layers in {len(groups)} ways, and vLLM can hold {MOST_CLASSES} tables of blocks: "
-            "calibrate a file with fewer patterns and budgets"
+            f"{settings.policy} treats layers in {len(groups)} ways, and vLLM can hold {MOST_CLASSES} tables of "
+            "blocks: calibrate a file with fewer patterns and budgets"
         )
     found: list[LayerClass] = []
     for layers in groups.values():

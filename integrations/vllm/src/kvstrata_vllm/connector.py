@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-
-
 class KvstrataConnector(KVConnectorBase_V1, SupportsHMA):
     """Both sides; `role` says which one this is."""
 
@@ -57,7 +55,9 @@ class KvstrataConnector(KVConnectorBase_V1, SupportsHMA):
         specs = {number: group.kv_cache_spec for number, group in groups}
         self.specs = {number: spec for number, spec in specs.items() if isinstance(spec, StrataSpec)}
         if not self.specs:
-            raise UnsupportedModelError("no layer of this model has plain full attention, so kvstrata has nothing to do")
+            raise UnsupportedModelError(
+                "no layer of this model has plain full attention, so kvstrata has nothing to do"
+            )
         if role == KVConnectorRole.WORKER:
             asked = Asked(vllm_config)
             self._names = asked.names
@@ -193,8 +193,16 @@ class SchedulerSide:
         if self._log:
             layers = [spec.layer_class.layers for spec in self.specs.values()]
             sizes = [spec.block_size for spec in self.specs.values()]
-            self._log.write({"kvstrata": 1, "policy": self.settings.policy, "lag": self.settings.lag,
-                             "groups": list(self.specs), "layers": layers, "block_size": sizes})
+            self._log.write(
+                {
+                    "kvstrata": 1,
+                    "policy": self.settings.policy,
+                    "lag": self.settings.lag,
+                    "groups": list(self.specs),
+                    "layers": layers,
+                    "block_size": sizes,
+                }
+            )
 
     def bind(self, kv_cache_manager: KVCacheManager) -> None:
         """Let all groups share one ledger. Raises `UnsupportedModelError` where others would publish our blocks."""

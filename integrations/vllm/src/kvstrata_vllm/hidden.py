@@ -33,7 +33,7 @@ def load_surrogate(file: str, layers: int, heads: int, width: int) -> SurrogateM
 
 
 def worth_of_tokens(surrogate: SurrogateModel, layer: int, hidden: Tensor) -> Tensor:
-    """KVzip+'s score, of which the surrogate says the logarithm; mean over heads. hidden [tokens, width] -> [tokens]."""
+    """KVzip+'s score, whose logarithm the surrogate gives; mean over heads. hidden [tokens, width] -> [tokens]."""
     return surrogate(layer, hidden[None])[0].exp().mean(dim=0)
 
 
@@ -68,7 +68,7 @@ def _hidden(given: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
 def add_tokens(column: Tensor, slots: Tensor, ends: Tensor, queries: list[int], worth: Tensor, block_size: int) -> None:
     """Add the worth of a step's tokens to their blocks in column [S, M], in place.
 
-    slots, ends [R]: each row's slot, and its tokens after the step · worth [tokens]: row after row, sum(queries) of them
+    slots, ends [R]: each row's slot, and its tokens after the step · worth [tokens]: sum(queries), row after row
     """
     counts = torch.tensor(queries, device=column.device)
     row = torch.repeat_interleave(torch.arange(len(queries), device=column.device), counts, output_size=sum(queries))

@@ -46,7 +46,6 @@ class Asked:
         shards = self.vllm_config.parallel_config.tensor_parallel_size
         return strata_spec(base, settings, layer, len(self.names), shards, chunk)
 
-
     def check(self, spec: StrataSpec, names: Iterable[str]) -> None:
         """Raise `KvstrataError` if some layer of a table of blocks does not belong to its class."""
         wrong = [name for name in names if self.names.index(name) not in spec.layer_class.layers]

@@ -49,9 +49,7 @@ def token_mass(q: Tensor, k: Tensor, lengths: Tensor, reduction: Reduction, soft
     return mass
 
 
-def block_worth(
-    rule: Rule, q: Tensor, k: Tensor, lengths: Tensor, block_size: int, softmax: Softmax
-) -> Tensor:
+def block_worth(rule: Rule, q: Tensor, k: Tensor, lengths: Tensor, block_size: int, softmax: Softmax) -> Tensor:
     """What a forward adds to the worth of the blocks, [R, n] fp32. A scorer with a column gets attention's sum.
 
     q and k as in `token_mass`; the caller gathered k from whole blocks, so N is a multiple of the block size.

@@ -61,7 +61,10 @@ class StrataMetrics(KVConnectorPromMetrics):
             self._histogram_cls, "request_evicted_blocks", "Blocks a request had lost when it ended.", buckets=BLOCKS
         )
         self._request_live = self._per_engine(
-            self._histogram_cls, "request_live_share", "Part of a request's blocks it had when it ended.", buckets=SHARES
+            self._histogram_cls,
+            "request_live_share",
+            "Part of a request's blocks it had when it ended.",
+            buckets=SHARES,
         )
 
     def _per_engine(self, kind: Any, name: str, text: str, **options: Any) -> dict[int, Any]:

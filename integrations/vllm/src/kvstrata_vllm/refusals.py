@@ -27,7 +27,7 @@ PRESETS: Mapping[str, str] = {
     **dict.fromkeys(("int8", "int4", "int2", "kivi", "rot4", "k4v2", "k2v2"), f"codes what is older, but {ONE_DTYPE}"),
     "qevict-w32": "is qevict with coded windows; use qevict, whose windows are vLLM's blocks here",
 }
-CODED = {name: f"is about codes, but {ONE_DTYPE}" for name in ("codec", "exact", "group", "key_space")}
+CODED = dict.fromkeys(("codec", "exact", "group", "key_space"), f"is about codes, but {ONE_DTYPE}")
 CODES = f"is about entries in INT8, but {ONE_DTYPE}"
 BLOCK_FILLS = "does not apply: vLLM's blocks are dropped when one more has filled"
 OPTIONS: Mapping[str, Mapping[str, str]] = {
@@ -62,7 +62,9 @@ def refuse_options(name: str, options: Mapping[str, object]) -> None:
         if option in known:
             raise SpecError(f"{name} cannot have {option}= in vLLM: it {known[option]}")
     if name == "kvzap" and "tau" not in options:
-        raise SpecError("kvzap needs tau= in vLLM: without it all heads of all layers share a budget, which blocks cannot")
+        raise SpecError(
+            "kvzap needs tau= in vLLM: without it all heads of all layers share a budget, which blocks cannot"
+        )
 
 
 def refuse_rules(policy: Policy, block_size: int) -> None:

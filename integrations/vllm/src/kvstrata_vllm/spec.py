@@ -1,4 +1,4 @@
-"""The type of cache that compressed layers ask of vLLM, and the manager that gives their blocks back while requests run.
+"""The type of cache that compressed layers ask of vLLM, and the manager that gives blocks back while requests run.
 
 vLLM puts layers into one table of blocks when their specifications have the same type, so every layer class has a type
 of its own. They are module-level classes because specifications are pickled from workers to the scheduler.
@@ -131,7 +131,7 @@ class StrataManager(FullAttentionManager):
         return self.layer_class.rule("decode" if state.prefilled else "prefill")
 
     def wanted(self, request_id: str, processed: int) -> int | None:
-        """The number of the scorer whose measurements are needed once `processed` tokens are computed; None for none."""
+        """Number of the scorer whose measurements are needed once `processed` tokens are computed; None for none."""
         state = self.ledger.eviction(self.kv_cache_group_id, request_id)
         rule = self._rule(state)
         if rule is None or not rule.measured:
@@ -189,7 +189,9 @@ class StrataManager(FullAttentionManager):
         return super().get_num_blocks_to_allocate(request_id, num_tokens, *args, **options)
 
 
-def strata_spec(base: FullAttentionSpec, settings: Settings, layer: int, num_layers: int, shards: int, chunk: int) -> StrataSpec:
+def strata_spec(
+    base: FullAttentionSpec, settings: Settings, layer: int, num_layers: int, shards: int, chunk: int
+) -> StrataSpec:
     """The specification of a layer, the `layer`-th of those that are compressed, on one of `shards` ranks."""
     token_bytes = base.page_size_bytes // base.block_size * shards
     classes = layer_classes(settings, num_layers, base.block_size, token_bytes)
