@@ -93,6 +93,17 @@ class Reference:
         self._masks |= dict.fromkeys(range(len(self.model.model.layers)), mask)
         return torch.cat(self.model(torch.tensor([ids]), output_attentions=True).attentions)
 
+    @torch.no_grad()
+    def hidden(self, ids):
+        """What attention gets in every layer, [L][T, width], of a prompt from which nothing is gone."""
+        found = []
+        layers = self.model.model.layers
+        handles = [layer.input_layernorm.register_forward_hook(lambda m, i, o: found.append(o[0])) for layer in layers]
+        self.attention(ids)
+        for handle in handles:
+            handle.remove()
+        return found
+
     def compare(self, log, result, shift=0, masked=True):
         """Replay one request of an engine's result."""
         head, steps = log

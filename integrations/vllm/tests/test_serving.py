@@ -12,8 +12,10 @@ import urllib.error
 import urllib.request
 
 import pytest
+import torch
 
 from kvstrata.hf.demo import demo_model
+from kvstrata.policy.surrogate import read_surrogate, shipped
 
 from . import tiny
 from .engines import assert_replays, job, run_jobs
@@ -108,6 +110,25 @@ def test_a_real_model_s_confidence_moves_its_budget(tmp_path):
     held = {blocks[0][0] for step in steps for blocks in step["blocks"].values() if step["step"] > 5}
     assert min(held) <= 4  # sure of what it has read forty times
     assert any(step["drops"] for step in steps[4:])
+
+
+@pytest.mark.slow
+def test_a_surrogate_s_threshold_drops_the_blocks_that_its_scores_say(tmp_path):
+    log, tau = tmp_path / "log.jsonl", -3.5
+    engine = {"max_num_batched_tokens": 256}
+    made = job(demo_model(), real_prompts(1, 600), 40, table(f"kvzap:tau={tau},window=64", log), **engine)
+    (result,) = run_jobs([made], tmp_path)
+    reference = Reference(demo_model())
+    head, steps = assert_replays(reference, log, result)
+    (dropped, *_) = [blocks for step in steps for _, _, blocks in step["drops"]]
+    hidden = reference.hidden(
+        result["requests"][0]["prompt"][:256]
+    )  # of the first chunk, which nothing was hidden from
+    scores = torch.stack([read_surrogate(shipped("linear"))(i, h[None])[0] for i, h in enumerate(hidden)])  # [L, H, T]
+    worth = scores.exp().mean(dim=(0, 1)).view(-1, head["block_size"][0]).mean(dim=1).log()
+    expected = [block for block in range(6) if worth[block] < tau]  # 6 and 7 hold the newest 64 tokens
+    assert sorted(dropped) == expected
+    assert 0 < len(expected) < 6
 
 
 @pytest.fixture(scope="module")

@@ -62,6 +62,7 @@ class StrataBackend:
 
     config: ClassVar[VllmConfig | None] = None  # of the model whose layers were made last
     asked: ClassVar[Asked | None] = None
+    watched: ClassVar[Any] = None  # the handle of the hook that finds modules around attention layers
 
     @classmethod
     def begin(cls, config: VllmConfig) -> None:
@@ -69,9 +70,12 @@ class StrataBackend:
         if StrataBackend.config is config:
             return
         StrataBackend.config = config
+        if StrataBackend.watched is not None:
+            StrataBackend.watched.remove()
+            StrataBackend.watched = None
         settings = read_settings(config.additional_config)
         if settings is not None and read_policy(settings)[1].surrogates:
-            watch_parents(lambda part: isinstance(getattr(part, "impl", None), StrataImpl), saw_hidden)
+            StrataBackend.watched = watch_parents(is_ours, saw_hidden)
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
@@ -88,6 +92,11 @@ class StrataBackend:
     def supports_kv_connector(cls) -> bool:
         """Ours moves no keys or values, so any layout will do."""
         return True
+
+
+def is_ours(part: Any) -> bool:
+    """Whether a module is an attention layer that runs our backend."""
+    return isinstance(getattr(part, "impl", None), StrataImpl)
 
 
 def saw_hidden(attention: Any, hidden: Tensor) -> None:

@@ -242,14 +242,14 @@ class SchedulerSide:
     def _announce(self, step: Step, number: int, manager: StrataManager, request: str, after: int) -> None:
         blocks = manager.req_to_blocks[request]
         step.tails[number][request] = blocks[(after - 1) // manager.block_size].block_id
-        step.width[number] = max(step.width[number], sum(not block.is_null for block in blocks))
+        step.width[number] = max(step.width[number], manager.held(request)[0])
         if going := self.ledger.announce(number, request):
             step.drops.append((number, request, going))
         if (scorer := manager.wanted(request, after)) is not None:
             step.asks.append(Ask(number, request, scorer, cdiv(after, manager.block_size)))
 
     def _line(self, step: Step, computed: Mapping[str, int], scheduled: Mapping[str, int]) -> dict[str, Any]:
-        held = {request: [self._held(m, request) for m in self._managers.values()] for request in computed}
+        held = {request: [manager.held(request) for manager in self._managers.values()] for request in computed}
         return {
             "step": self.ledger.step,
             "free": self._pool.get_num_free_blocks(),
@@ -258,11 +258,6 @@ class SchedulerSide:
             "fresh": step.fresh,
             "drops": step.drops,
         }
-
-    def _held(self, manager: StrataManager, request: str) -> tuple[int, int]:
-        """(blocks there, blocks in all) of a request."""
-        blocks = manager.req_to_blocks.get(request, [])
-        return sum(not block.is_null for block in blocks), len(blocks)
 
     def take(self, report: Report) -> None:
         """Note what the workers measured."""
@@ -280,14 +275,14 @@ class SchedulerSide:
 
     def finish(self, request: str) -> None:
         """Count a request that ended, whose blocks are still there."""
-        held = [self._held(manager, request) for manager in self._managers.values()]
+        held = [manager.held(request) for manager in self._managers.values()]
         live, logical = (sum(part) for part in zip(*held, strict=True))
         self._ended.append((self.ledger.evicted(request), live / logical if logical else 1.0))
         self.ledger.finish(request)
 
     def stats(self) -> StrataStats:
         """What happened since the last report."""
-        held = [self._held(m, request) for m in self._managers.values() for request in m.req_to_blocks]
+        held = [manager.held(request) for manager in self._managers.values() for request in manager.req_to_blocks]
         evicted, self._reported = self.ledger.totals.evicted - self._reported, self.ledger.totals.evicted
         ended, self._ended = self._ended, []
         return StrataStats.of(evicted, sum(n for n, _ in held), sum(n for _, n in held), ended)

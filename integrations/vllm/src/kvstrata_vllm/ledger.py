@@ -28,11 +28,6 @@ class Eviction:
     looked: int = 0  # whole blocks when a threshold was last applied
     measured: Measured = field(default_factory=dict[int, list[float]])
 
-    @property
-    def touched(self) -> bool:
-        """Whether any block is out or on its way."""
-        return bool(self.evicted or self.chosen or self.announced)
-
 
 @dataclass(slots=True)
 class Totals:
@@ -60,7 +55,11 @@ class Ledger:
 
     def approximate(self, request: str) -> bool:
         """Whether any group of the request lost a block or is about to, so that what it computes now is its own."""
-        return any(state.touched for state in self._requests.get(request, {}).values())
+        return any(self.out(state) for state in self._requests.get(request, {}).values())
+
+    def out(self, state: Eviction) -> int:
+        """Blocks that are gone or on their way; without a lag those chosen are gone already."""
+        return state.evicted + len(state.announced) + (len(state.chosen) if self.lag else 0)
 
     def may_free(self, state: Eviction) -> bool:
         """Whether no worker reads the announced blocks any more."""
@@ -114,6 +113,7 @@ class Ledger:
         self._confidence.pop(request, None)
         self._moods.pop(request, None)
 
-    def evicted(self, request: str) -> int:
-        """Blocks that a request has lost, over all groups."""
-        return sum(state.evicted for state in self._requests.get(request, {}).values())
+    def evicted(self, request: str, group: int | None = None) -> int:
+        """Blocks that a request has lost, in one group or over all."""
+        groups = self._requests.get(request, {})
+        return sum(state.evicted for number, state in groups.items() if group in (None, number))

@@ -115,9 +115,9 @@ class StrataManager(FullAttentionManager):
     ) -> list[int]:
         """Logical numbers of the blocks that go now; none while the workers' measurements are missing."""
         rule = self._rule(state)
-        live = self.live(blocks, processed)
         chosen: list[int] = []
-        if rule is not None and self._due(rule, state, live, processed):
+        if rule is not None and self._due(rule, state, processed):
+            live = [i for i in range(processed // self.block_size) if not blocks[i].is_null]
             measured = self._measured(rule, state, live)
             if rule.measured and measured is None:
                 return []
@@ -130,26 +130,25 @@ class StrataManager(FullAttentionManager):
     def _rule(self, state: Eviction) -> BlockRule | None:
         return self.layer_class.rule("decode" if state.prefilled else "prefill")
 
+    def _due(self, rule: BlockRule, state: Eviction, processed: int) -> bool:
+        """Whether something may go: by a budget when there is too much, by a threshold when a block has filled."""
+        whole = processed // self.block_size
+        if rule.rule.budget.threshold is not None:
+            return whole > state.looked
+        return whole - self.ledger.out(state) > rule.least(processed)
+
     def wanted(self, request_id: str, processed: int) -> int | None:
         """Number of the scorer whose measurements are needed once `processed` tokens are computed; None for none."""
         state = self.ledger.eviction(self.kv_cache_group_id, request_id)
         rule = self._rule(state)
-        if rule is None or not rule.measured:
+        if rule is None or not rule.measured or not self._due(rule, state, processed):
             return None
-        going = {*state.chosen, *state.announced}
-        live = [i for i in self.live(self.req_to_blocks[request_id], processed) if i not in going]
-        return self.layer_class.number(rule) if self._due(rule, state, live, processed) else None
+        return self.layer_class.number(rule)
 
-    def _due(self, rule: BlockRule, state: Eviction, live: Sequence[int], processed: int) -> bool:
-        """Whether something may go: by a budget when there is too much, by a threshold when a block has filled."""
-        if rule.rule.budget.threshold is not None:
-            return processed // self.block_size > state.looked
-        return len(live) > rule.least(processed)
-
-    def live(self, blocks: Sequence[KVCacheBlock], processed: int) -> list[int]:
-        """Logical numbers of the whole blocks that are there."""
-        whole = min(processed // self.block_size, len(blocks))
-        return [i for i in range(whole) if not blocks[i].is_null]
+    def held(self, request_id: str) -> tuple[int, int]:
+        """(blocks there, blocks in all) of a request."""
+        blocks = len(self.req_to_blocks.get(request_id, ()))
+        return blocks - self.ledger.evicted(request_id, self.kv_cache_group_id), blocks
 
     def _measured(self, rule: BlockRule, state: Eviction, live: Sequence[int]) -> Sequence[float] | None:
         if not rule.measured:
