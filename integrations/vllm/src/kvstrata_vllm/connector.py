@@ -78,27 +78,22 @@ class KvstrataConnector(KVConnectorBase_V1, SupportsHMA):
         device = next(iter(kv_caches.values())).device
         pool = self._kv_cache_config.num_blocks
         self.worker = Worker(classes, width, pool, self.settings.lag, device)
-        self._load_surrogates()
-
-    def _load_surrogates(self) -> None:
-        model, parallel = self._vllm_config.model_config, self._vllm_config.parallel_config
-        files = {rule.scorer.surrogate for spec in self.specs.values() for rule in spec.layer_class.measured}
-        size = len(self._names), model.get_total_num_kv_heads(), model.get_hidden_size()
-        self._surrogates = [load_surrogate(file, *size) for file in files if file]
-        self._ranks = parallel.tensor_parallel_size
+        rules = (rule for layer_class in classes.values() for rule in layer_class.measured)
+        file = next((rule.scorer.surrogate for rule in rules if rule.scorer.surrogate), None)
+        size = len(self._names), config.model_config.get_total_num_kv_heads(), config.model_config.get_hidden_size()
+        self._surrogate = load_surrogate(file, *size) if file else None
 
     def saw_hidden(self, layer_name: str, hidden: torch.Tensor) -> None:
         """Let the surrogate judge the tokens of a step, hidden [tokens, width], from one layer's view.
 
-        Every rank sees all of them, so each contributes its part of the sum over ranks.
+        Blocks get the mean over the layers that share them. Every rank sees all, so each adds its part of the sum.
         """
         number = self.group_of_layer.get(layer_name)
-        if self.worker is None or number is None:
+        if self.worker is None or self._surrogate is None or number is None:
             return
-        shares = self._ranks * len(self.specs[number].layer_class.layers)
-        for surrogate in self._surrogates:
-            worth = worth_of_tokens(surrogate, self._names.index(layer_name), hidden)
-            self.worker.add_worth(number, worth / shares)
+        worth = worth_of_tokens(self._surrogate, self._names.index(layer_name), hidden)
+        layers = list(self.group_of_layer.values()).count(number)
+        self.worker.add_worth(number, worth / (layers * self._vllm_config.parallel_config.tensor_parallel_size))
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Take the step's message: vLLM calls this first of all, before it builds the step's metadata."""
@@ -173,9 +168,15 @@ class KvstrataConnector(KVConnectorBase_V1, SupportsHMA):
         return StrataStats(data) if data else StrataStats.of(0, 0, 0, [])
 
     @classmethod
-    def build_prom_metrics(cls, *given: Any) -> StrataMetrics:
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> StrataMetrics:
         """Metrics of the server."""
-        return StrataMetrics(*given)
+        return StrataMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
 class SchedulerSide:
