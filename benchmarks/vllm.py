@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -142,7 +143,7 @@ def table(runs: dict[str, list[Run]], load: Load) -> Table:
         f"{load.requests} requests of {load.prompt} + {load.tokens} tokens, all at once; pool of {load.pool} blocks of "
         f"{load.block} tokens, and one request takes {-(-(load.prompt + load.tokens) // load.block)}"
     )
-    made = Table(title=title)
+    made = Table(title=title, box=box.SIMPLE_HEAD)
     for name in (
         "",
         "tokens/s",
@@ -172,10 +173,10 @@ def main() -> None:
     parser.add_argument("--model", help="a folder or hub id; without it the demo model")
     parser.add_argument("--policies", default="streaming:budget=25%;h2o:budget=25%", help="separated by semicolons")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--requests", type=int, default=12)
-    parser.add_argument("--prompt", type=int, default=384)
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--pool", type=int, default=48)
+    parser.add_argument("--requests", type=int, default=8)
+    parser.add_argument("--prompt", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--pool", type=int, default=24)
     parser.add_argument("--block", type=int, default=32)
     parser.add_argument("--chunk", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
@@ -191,7 +192,7 @@ def main() -> None:
     sizes = (given.requests, given.prompt, given.tokens, given.pool, given.block, given.chunk, longest)
     load = Load(model, given.dtype, *sizes)
     runs: dict[str, list[Run]] = {name: [] for name in (STOCK, *given.policies.split(";"))}
-    console = Console()
+    console = Console(width=120)
     for number in range(given.rounds):
         for name, found in runs.items():
             found.append(child(load, name))
