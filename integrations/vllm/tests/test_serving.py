@@ -10,6 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from . import tiny
 from .engines import assert_replays, job, run_jobs
 from .replay import Reference, read_log
 
+ROOT = Path(__file__).parents[3]
 TEXT = (
     "It is a truth universally acknowledged, that a single man in possession of a good fortune, must be in want of a "
     "wife. "
@@ -101,6 +103,13 @@ def real_prompts(count, length):
     return [ids[7 * i : 7 * i + length - 3 * i] for i in range(count)]
 
 
+def novel(length):
+    from transformers import AutoTokenizer
+
+    text = (ROOT / "examples" / "pride-and-prejudice-41.txt").read_text(encoding="utf-8")
+    return [AutoTokenizer.from_pretrained(demo_model())(text, add_special_tokens=False)["input_ids"][:length]]
+
+
 @pytest.mark.slow
 def test_a_real_model_s_confidence_moves_its_budget(tmp_path):
     log = tmp_path / "log.jsonl"
@@ -114,9 +123,9 @@ def test_a_real_model_s_confidence_moves_its_budget(tmp_path):
 
 @pytest.mark.slow
 def test_a_surrogate_s_threshold_drops_the_blocks_that_its_scores_say(tmp_path):
-    log, tau = tmp_path / "log.jsonl", -3.5
+    log, tau = tmp_path / "log.jsonl", -4.02
     engine = {"max_num_batched_tokens": 256}
-    made = job(demo_model(), real_prompts(1, 600), 40, table(f"kvzap:tau={tau},window=64", log), **engine)
+    made = job(demo_model(), novel(600), 40, table(f"kvzap:tau={tau},window=64", log), **engine)
     (result,) = run_jobs([made], tmp_path)
     reference = Reference(demo_model())
     head, steps = assert_replays(reference, log, result)
@@ -125,10 +134,10 @@ def test_a_surrogate_s_threshold_drops_the_blocks_that_its_scores_say(tmp_path):
         result["requests"][0]["prompt"][:256]
     )  # of the first chunk, which nothing was hidden from
     scores = torch.stack([read_surrogate(shipped("linear"))(i, h[None])[0] for i, h in enumerate(hidden)])  # [L, H, T]
-    worth = scores.exp().mean(dim=(0, 1)).view(-1, head["block_size"][0]).mean(dim=1).log()
-    expected = [block for block in range(6) if worth[block] < tau]  # 6 and 7 hold the newest 64 tokens
+    worth = scores.mean(dim=(0, 1)).view(-1, head["block_size"][0]).mean(dim=1)
+    expected = [block for block in range(1, 6) if worth[block] < tau]  # 6 and 7 hold the newest 64 tokens
     assert sorted(dropped) == expected
-    assert 0 < len(expected) < 6
+    assert 0 < len(expected) < 5
 
 
 @pytest.fixture(scope="module")

@@ -104,8 +104,8 @@ class BlockRule:
         found = torch.zeros(position.shape)
         if measured is not None:
             found = torch.tensor([measured[i] for i in live], dtype=torch.float32)[None, None]
-        if self.scorer.surrogate:  # it speaks of logarithms of scores, which are averaged over a block's tokens
-            found = (found / size).log()
+        if self.scorer.surrogate:  # the mean over a block's tokens; that of the first block would hide its sink
+            found, protected = found / size, protected | (position == 0)
         columns = {column.name: found for column in self.scorer.columns}
         return Signals(
             layer=self.shape.layer,

@@ -33,8 +33,8 @@ def load_surrogate(file: str, layers: int, heads: int, width: int) -> SurrogateM
 
 
 def worth_of_tokens(surrogate: SurrogateModel, layer: int, hidden: Tensor) -> Tensor:
-    """KVzip+'s score, whose logarithm the surrogate gives; mean over heads. hidden [tokens, width] -> [tokens]."""
-    return surrogate(layer, hidden[None])[0].exp().mean(dim=0)
+    """What the surrogate says (ln of KVzip+'s score), mean over heads. hidden [tokens, width] -> [tokens]."""
+    return surrogate(layer, hidden[None])[0].mean(dim=0)
 
 
 def watch_parents(is_attention: Callable[[nn.Module], bool], saw: Callable[[nn.Module, Tensor], None]) -> Any:
