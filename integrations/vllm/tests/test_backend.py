@@ -6,12 +6,17 @@ from kvstrata_vllm import gpu
 from kvstrata_vllm.backend import compacted
 from kvstrata_vllm.blocks import layer_classes
 from kvstrata_vllm.cpu import StrataCPUBackend
-from kvstrata_vllm.keys import SplitKeys, find_packing
+from kvstrata_vllm.keys import PackedKeys, SplitKeys, find_packing
+from kvstrata_vllm.layers import Asked
 from kvstrata_vllm.messages import Step
 from kvstrata_vllm.settings import Settings
+from kvstrata_vllm.spec import strata_spec
 from kvstrata_vllm.worker import Worker
 from vllm import _custom_ops as ops
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from kvstrata.core import KvstrataError
 
 BACKENDS = [StrataCPUBackend, gpu.StrataFlashBackend, gpu.StrataTritonBackend]
 
@@ -51,6 +56,16 @@ def test_metadata_over_the_kept_blocks_keeps_what_the_host_knows():
     assert common.seq_lens.tolist() == [100, 40]  # vLLM's own tensors are as they were
 
 
+def test_layers_that_came_in_another_order_are_noticed():
+    base = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=8, dtype=torch.float32)
+    asked = object.__new__(Asked)
+    asked.names = [f"model.layers.{i}.self_attn.attn" for i in range(4)]
+    spec = strata_spec(base, Settings("streaming", classes=2), 2, 4, 1, 128)
+    asked.check(spec, asked.names[2:])
+    with pytest.raises(KvstrataError, match=r"layers\.1\.self_attn\.attn is not one of layers \(2, 3\)"):
+        asked.check(spec, asked.names[1:3])
+
+
 def kept(reader, cache, keys, tables):
     expected = keys[tables].transpose(1, 2).flatten(2, 3).float()
     torch.testing.assert_close(reader.read(cache, tables), expected, rtol=0, atol=0)
@@ -68,6 +83,15 @@ def test_keys_come_back_from_the_cpu_kernel_s_packing(isa, dtype, block, width):
     flat = keys.transpose(1, 2).flatten(0, 1).contiguous()
     ops.cpu_attn_reshape_and_cache(flat, flat, key, value, torch.arange(5 * block), isa, 1.0, 1.0, "auto")
     kept(reader, cache, keys, torch.tensor([[3, 1], [0, 4]]))
+
+
+def test_keys_come_back_from_any_order_of_a_block():
+    place = torch.randperm(16 * 12).view(16, 12)
+    keys = torch.randn(5, 2, 16, 12)
+    cache = torch.zeros(5, 2, 16, 24)
+    cache.flatten(-2)[..., place] = keys
+    assert not PackedKeys(place, None).transposed
+    kept(PackedKeys(place, None), cache, keys, torch.tensor([[3, 1], [0, 4]]))
 
 
 def test_keys_stand_in_the_first_half_of_a_gpu_s_rows():

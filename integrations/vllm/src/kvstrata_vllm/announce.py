@@ -31,8 +31,8 @@ def start_line(
     longest = vllm_config.model_config.max_model_len
     most = sum(found.longest(longest) for found in specs.values())
     logger.info(
-        "kvstrata: %s in blocks of %d tokens, %d of %d layers in %d tables of blocks, freed %d step(s) after they are "
-        "announced. A request of %d tokens holds at most %d blocks of the pool's %d (%d without kvstrata).",
+        "kvstrata: %s in blocks of %d tokens, %d of %d layers in %d table(s) of blocks, freed %d step(s) after they "
+        "are announced. A request of %d tokens holds at most %d blocks of the pool's %d (%d without kvstrata).",
         settings.policy,
         spec.block_size,
         layers,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -52,14 +52,24 @@ class PackedKeys:
     place: Tensor  # [T, D] int64: where in the block's numbers that of token t and channel d stands
     dtype: torch.dtype | None  # 8-bit floats lie in a cache of bytes; None: as they are
     scale: float = 1.0  # what stored numbers are multiplied by
+    transposed: bool = field(init=False)  # whether keys lie channel by channel, as most processors' kernels have them
+
+    def __post_init__(self) -> None:
+        tokens, width = self.place.shape
+        by_channel = torch.arange(tokens * width).view(width, tokens)
+        object.__setattr__(self, "transposed", torch.equal(self.place.T, by_channel))
 
     def read(self, kv_cache: Tensor, blocks: Tensor) -> Tensor:
         """Gather and put in order."""
-        count = self.place.numel()
-        packed = kv_cache[blocks].flatten(-2)[..., :count]
-        keys = packed[..., self.place]
-        keys = keys if self.dtype is None else keys.view(self.dtype)
-        return in_rows(keys).float() * self.scale
+        tokens, width = self.place.shape
+        packed = kv_cache.flatten(-2)[..., : tokens * width][blocks]  # [R, n, H, T*D]
+        packed = packed if self.dtype is None else packed.view(self.dtype)
+        if self.transposed:  # only the order of axes differs
+            channels = packed.unflatten(-1, (width, tokens)).permute(0, 2, 3, 1, 4)
+            keys = channels.reshape(*channels.shape[:3], -1).transpose(-1, -2).float()
+        else:
+            keys = in_rows(packed[..., self.place]).float()
+        return keys if self.scale == 1.0 else keys * self.scale
 
 
 def find_packing(isa: str, dtype: torch.dtype, kv_cache_dtype: str, block_size: int, head_size: int) -> PackedKeys:
