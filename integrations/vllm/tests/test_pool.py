@@ -10,14 +10,15 @@ from .pool import BLOCK, CHUNK, Pool
 POLICIES = ("streaming:budget=64", "h2o:budget=25%", "snapkv:budget=48", "tova:budget=32", "confkv:high=32,low=64")
 EVENTS = st.lists(
     st.one_of(
-        st.tuples(st.just("add"), st.integers(1, 200)),
+        st.tuples(st.just("add"), st.integers(1, 300)),
         st.tuples(st.just("step"), st.integers(1, 6)),
+        st.tuples(st.just("step"), st.integers(4, 24)),
         st.tuples(st.just("preempt"), st.integers(0, 9)),
         st.tuples(st.just("finish"), st.integers(0, 9)),
         st.tuples(st.just("skip"), st.integers(0, 9)),
     ),
-    min_size=1,
-    max_size=40,
+    min_size=6,
+    max_size=30,
 )
 
 
@@ -59,6 +60,20 @@ def live(pool, events, random):
 )
 def test_any_life_leaves_the_pool_whole(events, policy, blocks, lag, classes, caching, random):
     live(Pool(policy, blocks * classes, lag, classes, caching), events, random)
+
+
+def test_a_preempted_request_starts_with_nothing_lost():
+    pool = Pool("streaming:budget=48", 40)
+    pool.add("r", list(range(3 * CHUNK)))
+    for _ in range(10):
+        pool.step()
+    assert pool.ledger.evicted("r") > 0
+    pool.preempt(pool.running[0])
+    assert pool.ledger.evicted("r") == 0
+    for _ in range(10):
+        pool.step()
+        pool.check()
+    assert pool.ledger.evicted("r") > 0
 
 
 @pytest.mark.parametrize("lag", [0, 1])
