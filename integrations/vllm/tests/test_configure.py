@@ -94,6 +94,8 @@ def test_a_gpu_needs_the_first_model_runner_and_our_backend(monkeypatch, runner,
         return
     complete(args, Settings("h2o"))
     assert args.attention_backend.name == "CUSTOM"
+    with pytest.raises(SpecError, match="--attention-backend FLASH_ATTN would read blocks that are gone: leave it out"):
+        complete(arguments(attention_backend="FLASH_ATTN"), Settings("h2o"))
     eight_bits = arguments(kv_cache_dtype="int8_per_token_head")
     complete(eight_bits, Settings("streaming"))
     assert eight_bits.attention_backend.name == "KVSTRATA_TRITON"

@@ -53,11 +53,22 @@ def complete(args: Any, settings: Settings) -> None:
     if policy.needs & {"logits", "processed-logits"}:
         given = list(args.logits_processors or [])
         args.logits_processors = given if CONFIDENCE in given else [*given, CONFIDENCE]
-    if not current_platform.is_cpu() and args.attention_backend is None:
-        from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    if not current_platform.is_cpu():
+        _choose_backend(args)
 
-        per_token_head = "per_token_head" in args.kv_cache_dtype
-        args.attention_backend = AttentionBackendEnum[TRITON] if per_token_head else AttentionBackendEnum.CUSTOM
+
+def _choose_backend(args: Any) -> None:
+    """Ours, over the kernels that can read the cache's dtype."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    per_token_head = "per_token_head" in args.kv_cache_dtype
+    ours = AttentionBackendEnum[TRITON] if per_token_head else AttentionBackendEnum.CUSTOM
+    if args.attention_backend not in (None, ours):
+        raise SpecError(
+            f"--attention-backend {args.attention_backend} would read blocks that are gone: leave it out, and kvstrata "
+            f"takes its own ({ours.name})"
+        )
+    args.attention_backend = ours
 
 
 def refuse(args: Any, cpu: bool) -> None:

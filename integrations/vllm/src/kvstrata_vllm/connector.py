@@ -68,6 +68,11 @@ class KvstrataConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             self._scheduler = SchedulerSide(self, vllm_config, kv_cache_config)
 
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """Nobody waits for blocks of a request that ended."""
+        return False
+
     # -- the workers' side --------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
