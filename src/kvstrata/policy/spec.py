@@ -73,8 +73,7 @@ def parse_policy(spec: Policy | str | Path) -> Policy:
         return read_strategy(Path(spec.strip().removeprefix(STRATEGY))).policy()
     if isinstance(spec, Path) or spec.endswith((".yaml", ".yml")):
         return read_policy(Path(spec))
-    name, _, options = spec.strip().partition(":")
-    return _preset(name, _options(options))
+    return _preset(*read_options(spec))
 
 
 def names_budget(spec: str) -> bool:
@@ -84,6 +83,12 @@ def names_budget(spec: str) -> bool:
     name, _, options = spec.partition(":")
     hints = get_type_hints(PRESETS[name.strip()])
     return any(_is_budget(hints.get(key)) for key in _options(options))
+
+
+def read_options(spec: str) -> tuple[str, dict[str, str]]:
+    """The preset's name, and the options given in a policy's text. Raises `SpecError` where those cannot be read."""
+    name, _, options = spec.strip().partition(":")
+    return name, _options(options)
 
 
 def split_specs(text: str) -> list[str]:
