@@ -14,12 +14,18 @@ from kvstrata.policy.policy import Policy, Rule
 ONE_DTYPE = "all blocks of a pool have one dtype; for fewer bits everywhere use --kv-cache-dtype fp8"
 ONE_SET = "all heads share the blocks of their layer"
 BY_DEPTH = "gives every layer another budget, but layers share blocks; calibrate a file for polykv: instead"
+MERGES = "adds what is dropped to what stays, but here blocks go as they are; use h2o"
+READS = "reads values, or what projections make of them, which is not measured here; use snapkv or keydiff"
 REPEATS = "needs queries of a repeated context, which vLLM does not run; use snapkv or h2o"
 
 PRESETS: Mapping[str, str] = {
     "full": "compresses nothing: leave kvstrata out of the configuration",
     "adakv": f"shares a budget out over heads, but {ONE_SET}; use snapkv",
     "pyramidkv": BY_DEPTH,
+    "cake": "divides a budget over layers by their attention, but layers share blocks; use snapkv",
+    **dict.fromkeys(("cam", "d2o"), MERGES),
+    **dict.fromkeys(("criticalkv", "defensivekv", "defensivekv-layer", "expected", "expected-ada", "lagkv"), READS),
+    "duo": f"is for budgets per head, but {ONE_SET}; use streaming",
     "confkv-l": f"{BY_DEPTH}, or use confkv",
     "kvzap-layer": f"shares a budget out over heads, but {ONE_SET}; use kvzap:tau=",
     "kvzap-head": f"has a budget per head, but {ONE_SET}; use kvzap:tau=",
@@ -32,7 +38,8 @@ CODES = f"is about entries in INT8, but {ONE_DTYPE}"
 BLOCK_FILLS = "does not apply: vLLM's blocks are dropped when one more has filled"
 OPTIONS: Mapping[str, Mapping[str, str]] = {
     "confkv": {
-        **dict.fromkeys(("window", "scale_mode", "demote"), CODES),
+        **dict.fromkeys(("window", "window_by", "scale_mode", "demote"), CODES),
+        "debias": "does not apply: the moving average is that of a whole block",
         "signal_logits": "does not apply: confidence is measured on the logits as vLLM's sampler first gets them",
     },
     "confkv+": {"window": CODES},
@@ -55,7 +62,7 @@ def refuse_options(name: str, options: Mapping[str, object]) -> None:
     """Raise `SpecError` for a preset, or an option given to it, that cannot be honoured."""
     if name in PRESETS:
         raise SpecError(f"{name} cannot run in vLLM: it {PRESETS[name]}")
-    known = {**CODED, **OPTIONS.get(name, {})}
+    known = {**CODED, "prompt": "is not built for blocks yet", **OPTIONS.get(name, {})}
     if name != "kvzap":
         known["heads"] = f"does not apply: {ONE_SET}"
     for option in options:
