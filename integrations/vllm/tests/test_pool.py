@@ -7,6 +7,8 @@ from kvstrata_vllm.ledger import Ledger
 
 from .pool import BLOCK, CHUNK, Pool
 
+pytestmark = pytest.mark.smoke
+
 POLICIES = ("streaming:budget=64", "h2o:budget=25%", "snapkv:budget=48", "tova:budget=32", "confkv:high=32,low=64")
 EVENTS = st.lists(
     st.one_of(

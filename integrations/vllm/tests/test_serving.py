@@ -196,8 +196,12 @@ def test_a_server_answers_and_says_what_it_evicted(server):
         "model": "demo",
         "messages": [{"role": "user", "content": "What is the capital of France?"}],
         "max_tokens": 20,
+        "temperature": 0,
     }
-    assert "Paris" in post(f"{address}/v1/chat/completions", chat)["choices"][0]["message"]["content"]
+    assert (
+        "The capital of France is Paris."
+        in post(f"{address}/v1/chat/completions", chat)["choices"][0]["message"]["content"]
+    )
     with urllib.request.urlopen(f"{address}/metrics", timeout=30) as answer:
         metrics = answer.read().decode()
     found = dict(re.findall(r"^(kvstrata:\w+)\{[^}]*\} (\S+)$", metrics, re.MULTILINE))

@@ -61,12 +61,12 @@ def _choose_backend(args: Any) -> None:
     """Ours, over the kernels that can read the cache's dtype."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    per_token_head = "per_token_head" in args.kv_cache_dtype
-    ours = AttentionBackendEnum[TRITON] if per_token_head else AttentionBackendEnum.CUSTOM
+    name = TRITON if "per_token_head" in args.kv_cache_dtype else "CUSTOM"
+    ours = AttentionBackendEnum[name]
     if args.attention_backend not in (None, ours):
         raise SpecError(
             f"--attention-backend {args.attention_backend} would read blocks that are gone: leave it out, and kvstrata "
-            f"takes its own ({ours.name})"
+            f"takes its own ({name})"
         )
     args.attention_backend = ours
 
