@@ -30,7 +30,8 @@ def same(left, right):
         assert columns.keys() == other_columns.keys()
         for name in columns:
             assert torch.allclose(columns[name].float(), other_columns[name].float(), atol=1e-5)
-        assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(payload, other_payload, strict=True))
+        for a, b in zip(payload, other_payload, strict=True):  # within 1e-5 of the largest, as everywhere in fp32
+            assert (a - b).abs().max() <= 1e-5 * b.abs().max()
 
 
 @pytest.mark.parametrize("rejected", [0, 1, 3])

@@ -272,7 +272,7 @@ def test_outputs_give_the_norm_of_what_the_projection_makes_of_a_value():
 
 def test_a_model_whose_projection_is_not_found_is_told_what_to_do(monkeypatch):
     monkeypatch.setattr("kvstrata.hf.parts.OUTPUT", ("nothing",))
-    with pytest.raises(UnsupportedModelError, match="take weight=u"), kvstrata.compress(tiny(), "echo"):
+    with pytest.raises(UnsupportedModelError, match="echo:weight=u"), kvstrata.compress(tiny(), "echo"):
         pass
     with kvstrata.compress(tiny(), "echo:weight=u") as cache, torch.no_grad():
         tiny()(prompt(200), **kv(cache))

@@ -89,7 +89,7 @@ class Model(RuleBasedStateMachine):
     def holds_what_it_should(self):
         if not self.fed:
             return
-        store, valid, keys = self.store, self.store.valid(), self.store.keys()
+        store, valid, keys = self.store, self.store.valid(), self.store.dense("k")
         position, mass, tier = store.column("position"), store.column("mass"), store.tier()
         assert torch.equal(mass, position / 2)
         assert not keys[~valid.expand(keys.shape[:3])].any()

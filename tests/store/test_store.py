@@ -193,7 +193,7 @@ class Model(RuleBasedStateMachine):
     def same_keys(self):
         if self.store.is_empty:
             return
-        keys = self.store.keys()
+        keys = self.store.dense("k")
         assert keys.shape == (len(self.lists), self.heads, self.store.longest, DIM)
         for row, (heads, positions) in enumerate(zip(keys.tolist(), self.positions(), strict=True)):
             for head, found in enumerate(heads):
@@ -246,7 +246,7 @@ def test_memory_is_poisoned_here():
     store = new_store(per_head=False)
     fill(store, [3])
     assert store.exact.table.arena.blocks[0].k.isnan().any()
-    assert not store.keys().isnan().any()
+    assert not store.dense("k").isnan().any()
 
 
 @layouts
@@ -290,9 +290,9 @@ def test_rows_of_one_length_may_be_at_different_positions(per_head):
 def test_keys_are_a_view_where_all_lengths_agree(per_head):
     store = new_store(per_head)
     fill(store, [5, 5])
-    assert store.keys().untyped_storage().data_ptr() == next(store.blocks()).k.untyped_storage().data_ptr()
+    assert store.dense("k").untyped_storage().data_ptr() == next(store.blocks()).k.untyped_storage().data_ptr()
     keep_only(store, lambda b, h, i: b == 0 or i < 2)
-    assert store.keys().untyped_storage().data_ptr() != next(store.blocks()).k.untyped_storage().data_ptr()
+    assert store.dense("k").untyped_storage().data_ptr() != next(store.blocks()).k.untyped_storage().data_ptr()
 
 
 @layouts
@@ -300,14 +300,14 @@ def test_a_row_may_be_empty(per_head):
     store = new_store(per_head)
     k, _ = fill(store, [3, 0])
     assert store.lengths() == [[3] * store.segment_heads, [0] * store.segment_heads]
-    assert torch.equal(store.keys()[0], k[0])
-    assert not store.keys()[1].any()
+    assert torch.equal(store.dense("k")[0], k[0])
+    assert not store.dense("k")[1].any()
     keep_only(store, lambda b, h, i: False)
     assert store.longest == 0
-    assert store.keys().shape == (2, 2, 0, DIM)
+    assert store.dense("k").shape == (2, 2, 0, DIM)
     assert store.column("position").shape == (2, store.segment_heads, 0)
     k, _ = fill(store, [0, 2], first=[3, 0], step=1)
-    assert torch.equal(store.keys()[1], k[1])
+    assert torch.equal(store.dense("k")[1], k[1])
 
 
 @layouts
@@ -318,7 +318,7 @@ def test_everything_dropped_from_rows_of_unequal_room(per_head):
     keep_only(store, lambda b, h, i: False)
     assert store.lengths() == [[0] * store.segment_heads] * 2
     assert store.valid().shape == store.column("mass").shape == (2, store.segment_heads, 0)
-    assert store.keys().shape == (2, 2, 0, DIM)
+    assert store.dense("k").shape == (2, 2, 0, DIM)
 
 
 @layouts
@@ -329,7 +329,7 @@ def test_no_rows_selected_leaves_an_empty_store_that_can_be_filled(per_head):
     assert store.is_empty
     assert store.longest == 0
     k, _ = fill(store, [2, 2, 2])
-    assert torch.equal(store.keys(), k)
+    assert torch.equal(store.dense("k"), k)
 
 
 @layouts
@@ -339,13 +339,13 @@ def test_payload_keeps_its_dtype_and_bits(per_head, dtype):
     k, v = random_kv(2, 2, 100, dtype=dtype)
     store.append(k, v, [100, 90], [0, 0], 0)
     keep_only(store, lambda b, h, i: i % 3 == 0)
-    assert store.keys().dtype == dtype
-    values = torch.full_like(store.keys(), math.nan)
+    assert store.dense("k").dtype == dtype
+    values = torch.full_like(store.dense("k"), math.nan)
     for block in store.blocks():
         values[block.rows, block.heads, : block.v.shape[2]] = block.v
     for head in range(2):
-        assert torch.equal(in_order(store, store.keys(), 0, head), k[0, head, ::3])
-        assert torch.equal(in_order(store, store.keys(), 1, head), k[1, head, 10::3])
+        assert torch.equal(in_order(store, store.dense("k"), 0, head), k[0, head, ::3])
+        assert torch.equal(in_order(store, store.dense("k"), 1, head), k[1, head, 10::3])
         assert torch.equal(in_order(store, values, 1, head), v[1, head, 10::3])
 
 
@@ -355,7 +355,7 @@ def test_appending_does_not_keep_the_callers_tensors(per_head):
     k, _ = fill(store, [4, 4])
     before = k.clone()
     k.fill_(9.0)
-    assert torch.equal(store.keys(), before)
+    assert torch.equal(store.dense("k"), before)
 
 
 @layouts
@@ -367,8 +367,8 @@ def test_sorting_puts_positions_in_order_after_holes_were_filled(per_head):
     store.sort()
     assert store.column("position")[0, 0].tolist() == [0, 3, 4, 5, 6, 7]
     assert store.column("position")[1, 0].tolist() == [0, 3, 4, 5, 0, 0]
-    assert torch.equal(store.keys()[0], k[0, :, [0, 3, 4, 5, 6, 7]])
-    assert torch.equal(store.keys()[1, :, :4], k[1, :, [2 + 0, 2 + 3, 2 + 4, 2 + 5]])  # its two pads came first
+    assert torch.equal(store.dense("k")[0], k[0, :, [0, 3, 4, 5, 6, 7]])
+    assert torch.equal(store.dense("k")[1, :, :4], k[1, :, [2 + 0, 2 + 3, 2 + 4, 2 + 5]])  # its two pads came first
     assert store._account.now == before
 
 
@@ -382,5 +382,5 @@ def test_holes_are_filled_in_rows_of_unequal_room(per_head):
     assert store.exact.table.pages == pages, "in place"
     kept = [i for i in range(30) if i not in (1, 4)]
     for head in range(2):
-        assert torch.equal(in_order(store, store.keys(), 0, head), k[0, head, 60:80][kept[:18]])
-        assert torch.equal(in_order(store, store.keys(), 1, head), k[1, head, :30][kept])
+        assert torch.equal(in_order(store, store.dense("k"), 0, head), k[0, head, 60:80][kept[:18]])
+        assert torch.equal(in_order(store, store.dense("k"), 1, head), k[1, head, :30][kept])

@@ -300,7 +300,7 @@ def test_a_hundred_ways_there_and_back_change_no_code(name):
     def keys():
         valid = store.valid()[0, 0]
         order = store.column("position")[0, 0][valid].argsort()
-        return store.keys()[0][:, valid][:, order].clone()
+        return store.dense("k")[0][:, valid][:, order].clone()
 
     route(range(12))
     first = keys()
@@ -326,4 +326,4 @@ def test_a_running_grid_never_clips_and_errors_stay_small():
     step = tier.codes.frames[:, :DIM]
     for p, i in zip(store.column("position")[0, 0].tolist(), range(store.width), strict=True):
         if store.valid()[0, 0, i]:
-            assert bool(((store.keys()[0, :, i] - kept[p]).abs() <= 5.5 * step + 1e-6).all())
+            assert bool(((store.dense("k")[0, :, i] - kept[p]).abs() <= 5.5 * step + 1e-6).all())

@@ -20,7 +20,7 @@ from kvstrata.kernels.attention import Attended, Softmax
 from kvstrata.kernels.codec.ref import Packed
 from kvstrata.kernels.echo import Band
 from kvstrata.kernels.pages import PAGE
-from kvstrata.policy.policy import Policy
+from kvstrata.policy.policy import Policy, Rule
 from kvstrata.policy.scorers import Stateless
 from kvstrata.store import Account, Bytes, LayerStore
 from kvstrata.store.coded import PageTier
@@ -238,7 +238,11 @@ def _trace(
 
 
 def _stand_in(policy: Policy) -> Policy:
-    return policy.map_rules(lambda rule: replace(rule, scorer=_Stand(rule.columns, rule.scorer.asks), merge=None))
+    def stand(rule: Rule) -> Rule:
+        budget = replace(rule.divided, preference=None) if rule.divided else rule.budget
+        return replace(rule, scorer=_Stand(rule.columns, rule.scorer.asks), budget=budget, merge=None)
+
+    return policy.map_rules(stand)
 
 
 def _bill(traces: list[list[_Forward]], prompt_forwards: int, waits: bool) -> Bill:
