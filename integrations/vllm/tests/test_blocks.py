@@ -133,6 +133,13 @@ def test_a_pattern_that_repeats_the_context_is_refused(tmp_path):
         classes(strategy(tmp_path, line))
 
 
+@pytest.mark.parametrize("pattern", ["cam", "d2o"])
+def test_a_pattern_that_merges_is_refused(tmp_path, pattern):
+    line = f"L0-L3: {{prefill: {{pattern: {pattern}, budget: 64}}, decode: full}}"
+    with pytest.raises(SpecError, match=f"pattern {pattern} cannot run in vLLM: it adds what is dropped"):
+        classes(strategy(tmp_path, line))
+
+
 RUN = {
     *("window", "streaming", "random", "keynorm", "keydiff", "h2o", "tova", "snapkv", "scissorhands"),
     *("qevict", "confkv", "confkv+"),

@@ -48,6 +48,18 @@ def test_a_ledger_counts_requests_that_lost_blocks():
     assert (ledger.totals.evicted, ledger.totals.requests, ledger.totals.requests_evicted) == (3, 2, 1)
 
 
+def test_a_prompt_is_remembered_until_its_request_ends():
+    ledger = Ledger()
+    assert ledger.prompt("a", 90) == 90, "a request that has not run is all prompt"
+    ledger.eviction(0, "a")
+    ledger.note_prompt("a", 60)
+    ledger.forget(0, "a")  # preempted
+    assert not ledger.knows("a")
+    assert (ledger.prompt("a", 90), ledger.prompt("a", 40)) == (60, 40)
+    ledger.finish("a")
+    assert ledger.prompt("a", 90) == 90
+
+
 def test_confidence_is_steadied_request_by_request():
     ledger, steadied = Ledger(), (0.7, Steady(dwell=2))
     assert ledger.confidence("a") == 0.0

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.kvstrata")  # a child of vLLM's, so that its settings hold
 
-OFF = "speculative decoding, other KV connectors, pipeline and context parallelism, full CUDA graphs, model runner V2"
+OFF = (
+    "speculative decoding, other KV connectors, pipeline, data and context parallelism, full CUDA graphs, "
+    "model runner V2"
+)
 
 
 def start_line(

@@ -1,4 +1,4 @@
-"""Shortening a block table to the blocks that are kept, on the device and without waiting for it.
+"""Shortening a block table to the blocks that are kept, on the device.
 
 Attention does not look at the order of keys (positions are in them already), only the newest tokens must stand last for
 causality. So the kept blocks move to the front of each row and the length shrinks by a block for each one that is gone.

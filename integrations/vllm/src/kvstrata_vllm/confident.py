@@ -1,4 +1,4 @@
-"""Measures how sure the model is of its next tokens, on the logits as vLLM's sampler gets them; changes nothing."""
+"""Measures how sure the model is of its next tokens, on logits that vLLM's own processors leave; changes nothing."""
 
 from __future__ import annotations
 

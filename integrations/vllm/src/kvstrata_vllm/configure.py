@@ -30,10 +30,14 @@ def complete_configurations() -> None:
 
     @functools.wraps(original)
     def create_engine_config(self: Any, *given: Any, **options: Any) -> Any:
-        if (settings := read_settings(self.additional_config)) is not None:
-            check_version()
-            complete(self, settings)
-        return original(self, *given, **options)
+        if (settings := read_settings(self.additional_config)) is None:
+            return original(self, *given, **options)
+        check_version()
+        complete(self, settings)
+        config = original(self, *given, **options)
+        if (found := config.kv_transfer_config.kv_connector) != CONNECTOR:  # vLLM puts others in its place by itself
+            raise SpecError(f"kvstrata needs the place of the KV connector, which {found} took: leave out its options")
+        return config
 
     create_engine_config.completes_kvstrata = True  # type: ignore[attr-defined]
     EngineArgs.create_engine_config = create_engine_config  # type: ignore[method-assign]
@@ -76,9 +80,14 @@ def refuse(args: Any, cpu: bool) -> None:
     other = args.kv_transfer_config
     if other is not None and other.kv_connector != CONNECTOR:
         raise SpecError(f"kvstrata is a KV connector itself and cannot run beside {other.kv_connector}: leave one out")
+    if (size := getattr(args, "kv_offloading_size", None)) is not None:
+        raise SpecError(f"kvstrata is a KV connector itself and cannot offload: leave out --kv-offloading-size {size}")
+    if getattr(args, "enable_dbo", False) or getattr(args, "ubatch_size", 0) > 1:
+        raise SpecError("kvstrata cannot tell rows of micro-batches apart: leave out --enable-dbo and --ubatch-size")
     if args.speculative_config:
         raise SpecError("kvstrata cannot take back rejected drafts: start without --speculative-config")
-    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+    kinds = ("pipeline", "data", "decode_context", "prefill_context")
+    for name in (f"{kind}_parallel_size" for kind in kinds):
         if (size := getattr(args, name, 1)) > 1:
             option = "--" + name.replace("_", "-")
             raise SpecError(f"kvstrata runs with tensor parallelism only: leave out {option} {size}")

@@ -272,7 +272,8 @@ class SchedulerSide:
         if report.confidence:
             steadied = self._steadied
             for request, c in report.confidence.items():
-                self.ledger.note_confidence(request, c, steadied)
+                if self.ledger.knows(request):  # vLLM frees a request that ended before it hands over the report
+                    self.ledger.note_confidence(request, c, steadied)
 
     @property
     def _steadied(self) -> Any:

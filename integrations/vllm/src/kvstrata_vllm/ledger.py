@@ -46,12 +46,25 @@ class Ledger:
     step: int = 0
     totals: Totals = field(default_factory=Totals)
     _requests: dict[str, dict[int, Eviction]] = field(default_factory=dict[str, dict[int, Eviction]])
+    _prompts: dict[str, int] = field(default_factory=dict[str, int])  # tokens of the prompts of requests that ran
     _confidence: dict[str, float] = field(default_factory=dict[str, float])
     _moods: dict[str, Mood] = field(default_factory=dict[str, Mood])
 
     def eviction(self, group: int, request: str) -> Eviction:
         """The state of a request's blocks in a group."""
         return self._requests.setdefault(request, {}).setdefault(group, Eviction())
+
+    def knows(self, request: str) -> bool:
+        """Whether it runs now."""
+        return request in self._requests
+
+    def note_prompt(self, request: str, tokens: int) -> None:
+        """Remember how long a request's prompt is, also while it is preempted."""
+        self._prompts[request] = tokens
+
+    def prompt(self, request: str, tokens: int) -> int:
+        """How many of a request's tokens are its prompt: all of them while it has not run."""
+        return min(tokens, self._prompts.get(request, tokens))
 
     def approximate(self, request: str) -> bool:
         """Whether any group of the request lost a block or is about to, so that what it computes now is its own."""
@@ -110,8 +123,8 @@ class Ledger:
         """Count a request that ended and forget how sure it was. Its blocks are forgotten by `forget`."""
         self.totals.requests += 1
         self.totals.requests_evicted += self.evicted(request) > 0
-        self._confidence.pop(request, None)
-        self._moods.pop(request, None)
+        for known in (self._prompts, self._confidence, self._moods):
+            known.pop(request, None)
 
     def evicted(self, request: str, group: int | None = None) -> int:
         """Blocks that a request has lost, in one group or over all."""

@@ -40,7 +40,7 @@ OPTIONS: Mapping[str, Mapping[str, str]] = {
     "confkv": {
         **dict.fromkeys(("window", "window_by", "scale_mode", "demote"), CODES),
         "debias": "does not apply: the moving average is that of a whole block",
-        "signal_logits": "does not apply: confidence is measured on the logits as vLLM's sampler first gets them",
+        "signal_logits": "does not apply: confidence is measured on the logits that vLLM's own processors leave",
     },
     "confkv+": {"window": CODES},
     "qevict": {
@@ -55,7 +55,7 @@ OPTIONS: Mapping[str, Mapping[str, str]] = {
         "room": BLOCK_FILLS,
     },
 }
-PATTERNS: Mapping[str, str] = {"echo-head": REPEATS}
+PATTERNS: Mapping[str, str] = {"echo-head": REPEATS, **dict.fromkeys(("cam", "d2o"), MERGES)}
 
 
 def refuse_options(name: str, options: Mapping[str, object]) -> None:
@@ -84,6 +84,8 @@ def refuse_rules(policy: Policy, block_size: int) -> None:
 
 def _refuse_budget(rule: Rule, block_size: int) -> None:
     budget = rule.budget
+    if rule.merge is not None:
+        raise SpecError(f"{type(rule.merge).__name__} cannot be had in vLLM: it {MERGES}")
     if isinstance(budget, HeadTokens):
         raise SpecError(f"budget={budget} is per head, but {ONE_SET}: give one number")
     if isinstance(budget, ByteBudget) and budget.per == "cache":

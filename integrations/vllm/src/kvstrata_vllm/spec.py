@@ -98,6 +98,8 @@ class StrataManager(FullAttentionManager):
         blocks = self.req_to_blocks.get(request_id)
         if not blocks:
             return
+        if num_prompt_tokens:
+            self.ledger.note_prompt(request_id, num_prompt_tokens)
         state = self.ledger.eviction(self.kv_cache_group_id, request_id)
         if state.chosen:  # not announced yet, since the request was not scheduled
             return
@@ -183,8 +185,9 @@ class StrataManager(FullAttentionManager):
     def get_num_blocks_to_allocate(self, request_id: str, num_tokens: int, *args: Any, **options: Any) -> int:
         """Blocks that are missing; to admit a request, no more than it may ever hold at once."""
         if options.get("apply_admission_cap"):
-            spec = self.kv_cache_spec
-            self.max_admission_blocks_per_request = self.layer_class.peak(num_tokens, 0, spec.chunk, spec.settings.lag)
+            spec, prompt = self.kv_cache_spec, self.ledger.prompt(request_id, num_tokens)
+            peak = self.layer_class.peak(prompt, num_tokens - prompt, spec.chunk, spec.settings.lag)
+            self.max_admission_blocks_per_request = peak
         return super().get_num_blocks_to_allocate(request_id, num_tokens, *args, **options)
 
 
