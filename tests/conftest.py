@@ -117,8 +117,16 @@ def poisoned_memory(monkeypatch):
     monkeypatch.setattr(Arena, "give", poisoned_give(Arena.give))
 
 
+SELDOM = ("[d2o", "-d2o", "[cake", "-cake")  # as they stand in the names of cases
+
+
 def pytest_collection_modifyitems(items):
-    """Of a test marked thin(n) about one case in n runs with the others, always the same; the rest are slow ones."""
+    """Of a test marked thin(n) about one case in n runs with the others, always the same; the rest are slow ones.
+
+    So are two in three of the contract's cases for presets whose parts have tests of their own.
+    """
     for item in items:
-        if (mark := item.get_closest_marker("thin")) and zlib.crc32(item.name.encode()) % mark.args[0]:
+        mark, number = item.get_closest_marker("thin"), zlib.crc32(item.name.encode())
+        seldom = "contract" in item.path.parts and any(name in item.name for name in SELDOM)
+        if (mark and number % mark.args[0]) or (seldom and number % 3):
             item.add_marker(pytest.mark.slow)

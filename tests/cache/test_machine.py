@@ -358,7 +358,7 @@ class Engine(StateMachine):
 
 
 @pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.thin(2)
+@pytest.mark.thin(3)
 def test_any_order_of_operations_keeps_the_laws(name):
     machine = type(name, (Engine,), {"name": name})  # whose name the examples are drawn from
     run_state_machine_as_test(machine, settings=settings(max_examples=12, stateful_step_count=15))

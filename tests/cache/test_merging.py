@@ -241,6 +241,7 @@ def run(cache, made, tokens):
 @methods
 @kernels
 @prompts
+@pytest.mark.thin(3)
 def test_a_run_is_that_of_plain_loops(method, kernels, parts):
     cache, oracle = PolicyCache(parse_policy(METHODS[method]), range(LAYERS), kernels), Oracle(method)
     forwards = [*parts, *[(1, 1)] * STEPS]

@@ -24,7 +24,7 @@ def chunks(request):
 
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.thin(2)
+@pytest.mark.thin(4)
 def test_exact_kernels_are_bit_identical_to_the_stock_cache(name, rows, dtype, chunks):
     model, ids = tiny(dtype=dtype), prompt(52, rows)
     expected = feed(model, ids, stock(model), chunks)
@@ -34,7 +34,7 @@ def test_exact_kernels_are_bit_identical_to_the_stock_cache(name, rows, dtype, c
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
 @pytest.mark.parametrize("name", ALL)
-@pytest.mark.thin(2)
+@pytest.mark.thin(4)
 def test_fp32_stays_within_rounding_of_the_stock_cache(name, kind, chunks):
     model, ids = tiny(kind), prompt(52, 2)
     expected = feed(model, ids, stock(model), chunks)

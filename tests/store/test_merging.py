@@ -84,6 +84,8 @@ def expected(store, plan):
 
 def check(store, plan, atol=1e-6):
     wanted, n = expected(store, plan), sum(map(sum, store.lengths()))
+    into = torch.stack([plan.merges.row, plan.merges.head, plan.merges.target])
+    atol *= 1 + max(into.unique(dim=1, return_counts=True)[1].tolist(), default=0)  # fp32 rounds at every term
     dropped = store.apply(plan)
     assert dropped == n - sum(map(sum, store.lengths()))
     found = contents(store)
