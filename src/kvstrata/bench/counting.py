@@ -123,7 +123,7 @@ class _CountingUnitTier(UnitTier):
 
     _codes = _CountingCodes
 
-    def _decode(self, segment: int, at: Tensor) -> tuple[Tensor, Tensor]:
+    def at(self, segment: int, at: Tensor) -> tuple[Tensor, Tensor]:
         f = self.arena.format
         k, v = (torch.empty(len(at), dim, dtype=f.dtype, device="meta") for dim in (f.k_dim, f.v_dim))
         return k, v

@@ -130,12 +130,13 @@ class Layer:
         if not self._mode.prefilling:
             self.accept()
             self.settle()
-        rule = self.rules[self._phase(queries)]
-        check_own(self._mode, own, rule, self.rules.values(), seeded(self.rules, rule) is not None)
+        rule = self.rules[phase := self._phase(queries)]
+        if own is not None:
+            check_own(self._mode, rule, self.rules.values(), seeded(self.rules, rule) is not None)
         if past is not None:
             self._hide(past)
         said = self._model.said(self.rules.values(), self.index, self.hidden, queries)
-        marks = marked(self.rules.values(), self._phase(queries), k, self.store.per_head)
+        marks = marked(self.rules.values(), phase, k, self.store.per_head)
         self.store.stage(k, v, tokens, self.seen or [0] * batch, self.step, {**said, **marks})
         self.hidden = None
         if self.asking:

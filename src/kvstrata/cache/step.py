@@ -113,10 +113,8 @@ def joined_queries(before: Tensor, now: Tensor, rows: int) -> Tensor:
     return torch.cat([before[:, before.shape[1] - missing :], now], dim=1) if missing > 0 else now
 
 
-def check_own(mode: Mode, own: Tensor | None, rule: Rule | None, rules: Iterable[Rule | None], seeds: bool) -> None:
-    """Refuse image masks `own` where attention is summed later, when they are gone, or begins sums (`seeds`)."""
-    if own is None:
-        return
+def check_own(mode: Mode, rule: Rule | None, rules: Iterable[Rule | None], seeds: bool) -> None:
+    """Refuse image masks where attention is summed later, when they are gone, or begins sums (`seeds`)."""
     if rule is not None and isinstance(rule.scorer.mass, Moments):
         raise UnsupportedModelError(
             "a prompt whose tokens see later ones (images) cannot come under a policy that reads how attention is "

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Literal
 
 from kvstrata.core import LayerShape, SpecError
-from kvstrata.policy.budget import Budget, Share
+from kvstrata.policy.budget import Budget, Shaped, Share
 from kvstrata.policy.confidence import LEAST, MOST, Steady
 
 RATE = Fraction(42, 100)  # share of confident steps that the authors of CONF-KV measured
@@ -73,7 +73,7 @@ class ByConfidence:
 
 
 @dataclass(frozen=True, slots=True)
-class Falling:
+class Falling(Shaped):
     """max(at_least, floor(n * beta^(depth / layers))) of what `base` gives the first layer (CONF-KV-L, section 3.4).
 
     With `mean` the layers share the sum instead: `base` is what they have on average, without a floor.
@@ -89,19 +89,6 @@ class Falling:
             raise SpecError(f"beta={self.beta}: give a number above 0 and up to 1")
         if self.at_least < 1:
             raise SpecError(f"at_least={self.at_least}: keep at least one token")
-
-    even = False
-    threshold = None
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """What the base needs."""
-        return self.base.needs
-
-    @property
-    def steadied(self) -> tuple[float, Steady] | None:
-        """What the base says."""
-        return self.base.steadied
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -138,7 +125,7 @@ def _falling_shares(mean: int, seen: int, layers: int, beta: float) -> tuple[int
 
 
 @dataclass(frozen=True, slots=True)
-class Pyramid:
+class Pyramid(Shaped):
     """What `base` gives is the mean over layers; it falls in a straight line over depth (PyramidKV, section 4.2).
 
     `own` tokens of it are the same in every layer; of the rest the last layer gets 1/beta of the mean. A row that has
@@ -152,24 +139,6 @@ class Pyramid:
     def __post_init__(self) -> None:
         if self.beta < 1 or self.own < 0:
             raise SpecError(f"beta={self.beta}, own={self.own}: give beta of 1 or more and own of 0 or more")
-
-    even = False
-    threshold = None
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """What the base needs."""
-        return self.base.needs
-
-    @property
-    def steadied(self) -> tuple[float, Steady] | None:
-        """What the base says."""
-        return self.base.steadied
-
-    @property
-    def counts(self) -> tuple[int, ...]:
-        """None: a layer's share depends on the model and the prompt."""
-        return ()
 
     def limits(self, seen: int, confidence: float, shape: LayerShape) -> tuple[int, ...]:
         """Less for deeper layers."""

@@ -84,6 +84,30 @@ class _Flat:
         return mean
 
 
+class Shaped:
+    """A budget that gives layers or heads parts of what `base` gives; what is not about amounts is the base's."""
+
+    __slots__ = ()
+    base: Budget
+    even = False
+    threshold = None
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What the base needs."""
+        return self.base.needs
+
+    @property
+    def steadied(self) -> tuple[float, Steady] | None:
+        """What the base says."""
+        return self.base.steadied
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """None known yet: a part depends on the model, the prompt or a file."""
+        return ()
+
+
 @dataclass(frozen=True, slots=True)
 class Tokens(_Flat):
     """The same number of tokens in every layer and head."""

@@ -15,8 +15,7 @@ from torch.nn.functional import pad
 from kvstrata.core import Column, LayerShape, Signals, SpecError
 from kvstrata.kernels.mass import Moments, Summing
 from kvstrata.kernels.mass.moments import ENTROPY, VARIANCE
-from kvstrata.policy.budget import Budget, HeadTokens
-from kvstrata.policy.confidence import Steady
+from kvstrata.policy.budget import Budget, HeadTokens, Shaped
 
 SHARE = Column("share", torch.float32)  # 1 + a row's share of the layer, the same in all its entries; 0 while unknown
 
@@ -104,7 +103,7 @@ class ByDensity:
 
 
 @dataclass(frozen=True, slots=True)
-class ByPreference:
+class ByPreference(Shaped):
     """What `base` gives is the mean over layers; each has `own` tokens of it, and of the rest what its prompt earned.
 
     Shares are set at the end of a prompt, when all layers have attended, by the rules that have a `preference`; later
@@ -125,24 +124,6 @@ class ByPreference:
         """Raise `SpecError` where a scorer that reads and keeps these does not tell what to divide by."""
         if self.preference and not self.preference.fits(mass, columns):
             raise SpecError(f"{type(self.preference).__name__} cannot be measured by this scorer: leave it out")
-
-    even = False
-    threshold = None
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """What the base needs."""
-        return self.base.needs
-
-    @property
-    def steadied(self) -> tuple[float, Steady] | None:
-        """What the base says."""
-        return self.base.steadied
-
-    @property
-    def counts(self) -> tuple[int, ...]:
-        """None: a layer's share depends on the prompt."""
-        return ()
 
     def limits(self, seen: int, confidence: float, shape: LayerShape) -> tuple[int, ...]:
         """The mean."""

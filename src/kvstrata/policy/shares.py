@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstrata.core import LayerShape, SpecError
-from kvstrata.policy.budget import Budget
-from kvstrata.policy.confidence import Steady
+from kvstrata.policy.budget import Budget, Shaped
 
 FORMAT = 1  # of the files
 Kept = tuple[tuple[float, ...], ...]  # [L][H], layers counted over the compressed ones
@@ -61,28 +60,11 @@ def read_shares(path: Path) -> Shares:
 
 
 @dataclass(frozen=True, slots=True)
-class ByHead:
+class ByHead(Shaped):
     """What `base` gives every head, given to all of them together and shared out as `shares` says."""
 
     base: Budget
     shares: Shares
-    even = False
-    threshold = None
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """What the base needs."""
-        return self.base.needs
-
-    @property
-    def steadied(self) -> tuple[float, Steady] | None:
-        """What the base says."""
-        return self.base.steadied
-
-    @property
-    def counts(self) -> tuple[int, ...]:
-        """None known yet: a head may get less than the base gives."""
-        return ()
 
     def limits(self, seen: int, confidence: float, shape: LayerShape) -> tuple[int, ...]:
         """One number per head. Raises `SpecError` for a model with other layers or heads."""

@@ -125,14 +125,9 @@ class CodedTier:
         """Keys [n, D] and values of one segment's entries as their codes give them, and their slots [n]."""
         slots = [i * PAGE + j for i, n in enumerate(self.fills()[segment]) for j in range(n)]
         at = torch.tensor(slots, dtype=torch.long, device=self.arena.device)
-        k, v = self._decode(segment, at)
-        return k, v, at
+        return *self.at(segment, at), at
 
-    def at(self, segment: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys [n, D] and values of some slots [n], ascending, of one segment."""
-        return self._decode(segment, slots)
-
-    def _decode(self, segment: int, at: Tensor) -> tuple[Tensor, Tensor]:
+    def at(self, segment: int, at: Tensor) -> tuple[Tensor, Tensor]:
         """Keys [n, D] and values of the slots `at` of a kv segment, in the cache's dtype."""
         f, pages = self.arena.format, self.pages[segment]
         last = int(at[-1]) // PAGE + 1 if len(at) else 0

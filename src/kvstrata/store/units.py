@@ -188,7 +188,7 @@ class UnitTier(CodedTier):
         """Copies of the slots [C, width] that become exact."""
         counts = leaves.sum(dim=1)
         parts = [
-            self._decode(c * self._served + head, leaves[c].nonzero().flatten())
+            self.at(c * self._served + head, leaves[c].nonzero().flatten())
             for c in range(len(leaves))
             for head in range(self._served)
         ]

@@ -110,6 +110,7 @@ class StrataImpl:
     """Runs the platform's attention, then lets the worker look at it."""
 
     scale: float
+    logits_soft_cap: float | None
 
     def __init__(self, *given: Any, **options: Any) -> None:
         super().__init__(*given, **options)
@@ -122,8 +123,8 @@ class StrataImpl:
 
     @property
     def softcap(self) -> float | None:
-        """Where scores are capped, if they are."""
-        raise NotImplementedError
+        """Where scores are capped, if they are; vLLM says 0 for none."""
+        return self.logits_soft_cap or None
 
     def forward(
         self,

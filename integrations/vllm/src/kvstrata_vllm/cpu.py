@@ -27,11 +27,6 @@ class StrataCPUImpl(StrataImpl, CPUAttentionBackendImpl):
         super().__init__(*given, **options)
         self.dtype = get_current_vllm_config().model_config.dtype  # in which keys come to the cache
 
-    @property
-    def softcap(self) -> float | None:
-        """vLLM says 0 for none."""
-        return self.logits_soft_cap or None
-
     def key_reader(self, layer: Any, kv_cache: Tensor) -> PackedKeys:
         """The packing depends on the processor; it is found once for each layer."""
         block_size, width = kv_cache.shape[2], kv_cache.shape[3] // 2

@@ -31,12 +31,6 @@ class _SplitImpl(StrataImpl):
     """Keys and values stand beside each other in every row of the cache."""
 
     kv_cache_dtype: str
-    logits_soft_cap: float | None
-
-    @property
-    def softcap(self) -> float | None:
-        """vLLM says 0 for none."""
-        return self.logits_soft_cap or None
 
     def key_reader(self, layer: Any, kv_cache: Tensor) -> SplitKeys:
         """Plain floats, or 8-bit ones in bytes."""
