@@ -1,4 +1,4 @@
-"""The four kinds of runs against plain forwards of the same model, written out."""
+"""The five kinds of runs against plain forwards of the same model, written out."""
 
 import math
 from contextlib import ExitStack
@@ -13,7 +13,7 @@ from kvstrata.bench.counting import KvShape
 from kvstrata.evaluate.answers import run_answers, share_found
 from kvstrata.evaluate.equal import resolve
 from kvstrata.evaluate.probes import run_probes
-from kvstrata.evaluate.steps import run_steps
+from kvstrata.evaluate.steps import run_block, run_steps
 from kvstrata.evaluate.task import Example, Probe, Turn
 from kvstrata.evaluate.turns import run_turns
 
@@ -109,6 +109,32 @@ def test_steps_of_a_policy_are_those_of_its_own_loop(model):
             held.append(cache.nbytes.held)
     assert found["h2o"][0].items[0]["nll"] == pytest.approx(expected, abs=1e-4)
     assert found["h2o"][0].held == round(sum(held) / len(held))
+
+
+def test_a_block_is_what_one_forward_gives_after_the_prompt_was_compressed(model):
+    examples = [Example(str(row), WORDS[row][:40], continuation=WORDS[row][40:60]) for row in range(2)]
+    with ExitStack() as stack:
+        opened = caches(stack, model)
+        found = run_block(model, opened, examples)
+    for row, example in enumerate(examples):
+        logits, held = {}, {}
+        for label in ("full", "h2o", "snapkv"):
+            with kvstrata.compress(model, POLICIES.get(label, "full")) as cache, torch.no_grad():
+                model(torch.tensor([example.context]), **kv(cache))
+                held[label] = cache.nbytes.held
+                cache.engine.activate_past_recording()
+                logits[label] = model(torch.tensor([example.continuation[:-1]]), **kv(cache)).logits[0].log_softmax(-1)
+        targets = torch.tensor(example.continuation[1:])[:, None]
+        for label, own in logits.items():
+            outcome = found[label][row]
+            assert outcome.values["nll"] == pytest.approx(float(-own.gather(1, targets).mean()), abs=1e-4)
+            kl = (logits["full"].exp() * (logits["full"] - own)).sum(-1).mean()
+            assert outcome.values["kl"] == pytest.approx(float(kl), abs=1e-4)
+            assert (outcome.held, outcome.full) == (held[label], held["full"])
+            assert len(outcome.items[0]["nll"]) == 19
+            assert outcome.ms_per_token is None
+        assert found["full"][row].values["attention_error"] == 0.0
+        assert found["h2o"][row].values["attention_error"] > 1e-3
 
 
 def test_turns_score_the_assistant_and_what_it_repeats(model):

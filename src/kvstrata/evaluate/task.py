@@ -1,9 +1,10 @@
 """What a task is: examples made of token ids, how they are run, and which of the figures counts.
 
-An example begins with a context, which is read and compressed. Then one of four things follows:
+An example begins with a context, which is read and compressed. Then one of five things follows:
 
 probes    questions with known answers, each asked of the same compressed context and scored by likelihood
 steps     a known continuation, fed token by token, so that a policy acts at every step
+block     a known continuation, fed in one forward, so that a policy acts on the context alone
 turns     known turns of a conversation, fed one after the other, some of them scored
 answers   questions that the model answers in its own words
 """
@@ -20,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from kvstrata.core import InputError
 from kvstrata.registry import Registry
 
-Kind = Literal["probes", "steps", "turns", "answers"]
+Kind = Literal["probes", "steps", "block", "turns", "answers"]
 Scope = Literal["context", "prompt"]
 SCOPES: tuple[Scope, ...] = ("context", "prompt")
 Tags = Mapping[str, str | float]

@@ -19,7 +19,7 @@ from kvstrata.evaluate.equal import resolve
 from kvstrata.evaluate.grid import Asked, Job, Unit
 from kvstrata.evaluate.probes import run_probes
 from kvstrata.evaluate.runs import Caches, Outcome, Outcomes
-from kvstrata.evaluate.steps import run_steps
+from kvstrata.evaluate.steps import run_block, run_steps
 from kvstrata.evaluate.task import Example
 from kvstrata.evaluate.tasks import TASKS
 from kvstrata.evaluate.turns import run_turns
@@ -66,6 +66,8 @@ class Worker:
         new = max(len(example.continuation) for example in part)
         if TASKS[task].source.kind == "turns":  # each of which is read as a prompt is
             context, new = max(example.tokens for example in part), 0
+        if TASKS[task].source.kind == "block":  # which nothing is planned for
+            new = 0
         return resolve(asked.policy, asked.budget, self.shape, context, new)
 
     def run(self, unit: Unit) -> list[Line]:
@@ -93,6 +95,8 @@ class Worker:
             return run_probes(self.model, caches, part, unit.scope)
         if kind == "steps":
             return run_steps(self.model, caches, part)
+        if kind == "block":
+            return run_block(self.model, caches, part)
         if kind == "turns":
             return run_turns(self.model, caches, part[0])
         return run_answers(self.model, self.tokenizer, caches, part[0], unit.scope, new_tokens)

@@ -1,4 +1,5 @@
-"""Continuations of a novel, fed token by token: `ppl` and `faithful` read different figures off one pass."""
+"""Continuations of a novel: `ppl` and `faithful` read different figures off one pass over their tokens, one by one, and
+`continue` feeds them all at once."""
 
 from __future__ import annotations
 
@@ -20,18 +21,20 @@ def documents(tokenizer: PreTrainedTokenizerBase, contexts: int, length: int, se
 
 
 SOURCE = Source("documents", 1, "steps", documents, length=1024, batch=8)
+FAITHFUL = (
+    Metric("kl", "nats", "lower"),
+    Metric("agreement", "share", "higher"),
+    Metric("attention_error", "relative", "lower"),
+)
 
 TASKS["ppl"] = Task(
     "likelihood of known tokens after a prompt four times as long, the policy active at every step",
     SOURCE,
     (NLL,),
 )
-TASKS["faithful"] = Task(
-    "how far the next-token distribution is from the full cache's at every step",
-    SOURCE,
-    (
-        Metric("kl", "nats", "lower"),
-        Metric("agreement", "share", "higher"),
-        Metric("attention_error", "relative", "lower"),
-    ),
+TASKS["faithful"] = Task("how far the next-token distribution is from the full cache's at every step", SOURCE, FAITHFUL)
+TASKS["continue"] = Task(
+    "likelihood of known tokens after a compressed prompt four times as long, read in one forward",
+    Source("continuations", 1, "block", documents, length=1024, contexts=16, batch=4),
+    (NLL, *FAITHFUL),
 )
