@@ -13,7 +13,8 @@ from pathlib import Path
 
 TEXT = Path(__file__).parent.parent / "examples" / "pride-and-prejudice-41.txt"
 DECODE = ("--decode-only", "--rounds", "5", "--limit", "400")
-BF16_8K = (*DECODE, "--dtype", "bfloat16", "--context", "8k")
+BF16 = (*DECODE, "--dtype", "bfloat16")
+BF16_8K = (*BF16, "--context", "8k")
 FIGURES: dict[str, tuple[str, ...]] = {
     # GB/s and share of the read bandwidth, with one thread and with all; writes FOLDER/kernels.png too
     "kernels": ("--kernels-only",),
@@ -21,17 +22,13 @@ FIGURES: dict[str, tuple[str, ...]] = {
     "batch-8": (*BF16_8K, "--batch", "8", "--steps", "2", "--policy", "h2o:budget=25%,codec=int8"),
     "batch-1": (*BF16_8K, "--steps", "4", "--policy", "h2o:budget=25%,codec=int8"),
     "float32": (*DECODE, "--context", "2k,4k", "--batch", "1,8", "--steps", "4"),
-    # other caches and engines, in environments of their own that are made the first time
-    "quantized": (*DECODE, "--context", "4k", "--peers", "hf,repaired,quantized,quantized:backend=hqq"),
-    "openvino": (
-        *(*DECODE, "--context", "8k", "--policy", "h2o:budget=25%", "--peers"),
-        "hf,repaired,openvino,openvino:cache=u4,openvino:evict=25%,openvino:cache=u4,evict=25%",
+    # other caches and engines, in environments of their own that are made the first time, all in one run
+    "peers": (
+        *(*DECODE, "--context", "4k", "--policy", "h2o:budget=25%,room=16,snapkv:budget=25%", "--peers"),
+        "hf,repaired,quantized,quantized:backend=hqq,kvpress,llamacpp,openvino,openvino:cache=u4,openvino:evict=25%",
     ),
-    "kvpress": (
-        *(*BF16_8K, "--policy", "snapkv:budget=25%,keydiff:budget=25%", "--peers"),
-        "hf,repaired,kvpress,kvpress:press=KeyDiffPress",
-    ),
-    "llamacpp": (*BF16_8K, "--peers", "repaired,llamacpp,llamacpp:weights=own"),
+    # where the prompt fills the model, llama.cpp has no room for a token more than it was trained for
+    "llamacpp": (*BF16, "--context", "7k", "--peers", "repaired,llamacpp,llamacpp:weights=own"),
 }
 ALONE = ("kernels", "batch-8", "batch-1", "float32")
 
