@@ -1,6 +1,8 @@
 """KVzap in a cache: what the surrogate says decides, once, when an entry leaves the window; and the repetition."""
 
 import math
+from contextlib import ExitStack
+from itertools import product
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ import kvstrata
 from kvstrata.core import InputError, SpecError, UnsupportedModelError
 from kvstrata.hf.files import identity
 from kvstrata.hf.repeat import LEAST, Request, repeat, request_of
+from kvstrata.hf.together import read_together
 from kvstrata.policy.surrogate import read_surrogate, write_surrogate
 
 from .runs import feed, kv, prompt, stock, tiny
@@ -50,6 +53,20 @@ def hidden_of(model, ids):
     for hook in hooks:
         hook.remove()
     return found
+
+
+@torch.no_grad()
+def test_caches_that_read_a_prompt_together_each_get_the_hidden_states(folder):
+    ids, mine = prompt(90), f"kvzap:file={folder},tau=0.5,window=16"
+    with ExitStack() as stack:
+        caches = [stack.enter_context(kvstrata.compress(tiny(), policy)) for policy in ("full", mine, "window", mine)]
+        read_together(tiny(), caches, ids)
+        with kvstrata.compress(tiny(), mine) as alone:
+            tiny()(ids, **kv(alone))
+            for layer, head in product(range(LAYERS), range(HEADS)):
+                expected = alone.entries(layer, 0, head)
+                assert len(expected) < 90
+                assert [caches[i].entries(layer, 0, head) for i in (1, 3)] == [expected, expected]
 
 
 @torch.no_grad()

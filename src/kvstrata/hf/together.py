@@ -108,7 +108,8 @@ def _shared(caches: Sequence[StrataCache], index: int) -> Any:
     if not isinstance(first, StrataLayer):
         return first
     same = _SameLayer([cache.strata[index] for cache in caches])
-    return StrataLayer(cast(Layer, same), caches[0].engine, caches[0].kin)
+    reader = next((cache for cache in caches if "hidden" in cache.policy.needs), caches[0])  # whose hook gives it them
+    return StrataLayer(cast(Layer, same), caches[0].engine, reader.kin)
 
 
 def under_padding(mask: Tensor | None, queries: int) -> dict[str, Tensor]:
