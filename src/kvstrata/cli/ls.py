@@ -18,7 +18,7 @@ from kvstrata.evaluate import TASKS, Task
 from kvstrata.policy import PRESETS
 from kvstrata.policy.merging import MERGES
 from kvstrata.policy.scorers import SCORERS
-from kvstrata.policy.strategy import FULL, Choice, read_strategy
+from kvstrata.policy.strategy import FULL, STRATEGY, Choice, read_strategy, strategy_file
 from kvstrata.registry import load_plugins, unknown
 
 
@@ -33,14 +33,14 @@ class Kind(StrEnum):
 
 def ls(
     kind: Annotated[
-        str, typer.Argument(help="presets, scorers, merges, tasks, or a strategy file of PolyKV.")
+        str, typer.Argument(help="presets, scorers, merges, tasks, or a strategy of PolyKV: its file or polykv:256.")
     ] = Kind.PRESETS,
     plot: Annotated[Path | None, typer.Option(help="PNG of a strategy: patterns by colour, budgets as bars.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List presets, scorers or merging rules with options and sources, tasks of `kvstrata evaluate`, or a strategy."""
     if kind not in list(Kind):
-        _strategy(Path(kind), plot, as_json)
+        _strategy(strategy_file(kind) if kind.startswith(STRATEGY) else Path(kind), plot, as_json)
         return
     load_plugins()
     if kind == Kind.TASKS:

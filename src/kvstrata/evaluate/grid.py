@@ -13,6 +13,7 @@ from kvstrata.evaluate.task import TASKS, Example, Scope, Settings, Source, Task
 from kvstrata.policy import parse_policy
 from kvstrata.policy.budget import parse_budget
 from kvstrata.policy.spec import names_budget
+from kvstrata.policy.strategy import STRATEGY
 
 CONTROL = "random"
 
@@ -158,8 +159,8 @@ def _tokens(example: Example, source: Source, scope: Scope) -> tuple[int, int]:
 
 
 def _content(policy: str) -> str | None:
-    """A hash of what a policy file says."""
-    if not policy.endswith((".yaml", ".yml")):
+    """A hash of what a policy file says, or a strategy that is shipped."""
+    if not policy.endswith((".yaml", ".yml")) and not policy.startswith(STRATEGY):
         return None
     return hashlib.sha256(repr(parse_policy(policy)).encode()).hexdigest()[:16]
 

@@ -40,7 +40,7 @@ from kvstrata.policy.protect import Protect
 from kvstrata.policy.scorers import SCORERS, Scorer
 from kvstrata.policy.scorers.combine import Part
 from kvstrata.policy.shares import read_shares
-from kvstrata.policy.strategy import read_strategy
+from kvstrata.policy.strategy import STRATEGY, read_strategy, strategy_file
 from kvstrata.policy.tiering import ByAge, Coding, Native
 from kvstrata.policy.trigger import OnOverflow
 from kvstrata.registry import Registry, unknown
@@ -70,7 +70,7 @@ def parse_policy(spec: Policy | str | Path) -> Policy:
     if isinstance(spec, Policy):
         return spec
     if isinstance(spec, str) and spec.strip().startswith(STRATEGY):
-        return read_strategy(Path(spec.strip().removeprefix(STRATEGY))).policy()
+        return read_strategy(strategy_file(spec)).policy()
     if isinstance(spec, Path) or spec.endswith((".yaml", ".yml")):
         return read_policy(Path(spec))
     return _preset(*read_options(spec))
@@ -126,7 +126,6 @@ def read_policy(path: Path) -> Policy:
 
 
 TIERING = ("codec", "exact", "group", "key_space")  # options of every preset and rule
-STRATEGY = "polykv:"  # before the file of a strategy
 PROMPT = "prompt"  # of every preset: keep, for a budget of what is generated alone
 HEADS = "heads"  # of every preset that has no such option of its own: a file of kvstrata calibrate heads
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,6 +31,8 @@ from kvstrata.policy.policy import LayerRange, Policy, Rule
 from kvstrata.policy.presets import PRESETS
 
 VERSION, FULL = 1, "full"
+STRATEGY = "polykv:"  # before the file of a strategy
+SHIPPED = ("128", "256", "512")  # mean tokens of a layer in the demo model's strategies
 PATTERNS = (
     *("streaming", "h2o", "tova", "snapkv", "pyramidkv", "scissorhands", "cake", "cam", "d2o"),
     *("keydiff", "echo-head"),
@@ -77,6 +80,14 @@ class Strategy:
             for a, b in zip(starts, ends, strict=True)
         ]
         return Policy(name, tuple(ranges), frozenset({self.identity}) if self.identity else frozenset())
+
+
+def strategy_file(spec: str) -> Path:
+    """The file of `polykv:FILE`, where 128, 256 or 512 stands for the one that is shipped."""
+    name = spec.strip().removeprefix(STRATEGY)
+    if name in SHIPPED:
+        return Path(str(files("kvstrata.policy").joinpath("assets", f"polykv-{name}-smollm2-135m-instruct.yaml")))
+    return Path(name)
 
 
 def pattern_rule(name: str, budget: int, phase: Phase = "prefill") -> Rule:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 
 import torch
 
@@ -18,8 +17,8 @@ from kvstrata.core import PHASES, LayerShape, Phase, Signals, SpecError
 from kvstrata.policy.policy import Policy, Rule
 from kvstrata.policy.scorers import Scorer
 from kvstrata.policy.select import select
-from kvstrata.policy.spec import STRATEGY, parse_policy, read_options
-from kvstrata.policy.strategy import Strategy, read_strategy
+from kvstrata.policy.spec import parse_policy, read_options
+from kvstrata.policy.strategy import STRATEGY, Strategy, read_strategy, strategy_file
 from kvstrata_vllm.refusals import PATTERNS, refuse_options, refuse_rules
 from kvstrata_vllm.settings import MOST_CLASSES, Settings
 
@@ -221,4 +220,4 @@ def layer_classes(settings: Settings, num_layers: int, block_size: int, token_by
 
 
 def _strategy(text: str) -> Strategy:
-    return read_strategy(Path(text.strip().removeprefix(STRATEGY)))
+    return read_strategy(strategy_file(text))

@@ -1,6 +1,6 @@
 """Speed of the native attention kernel against what one thread can read, and its error against float64.
 
-    python benchmarks/kernels.py [--formats bf16 fp32 fp16 int8 int4 int2] [--entries 8192] [--segments 8]
+    python benchmarks/native_kernels.py [--formats bf16 fp32 fp16 int8 int4 int2] [--entries 8192] [--segments 8]
                                  [--queries 1] [--threads 1] [--rounds 60] [--mass] [--isa NAME] [--json FILE]
 
 For each format and head_dim, attention and `read` of as many bytes take turns; the best round of each counts, since
