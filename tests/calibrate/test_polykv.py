@@ -6,17 +6,28 @@ from dataclasses import replace
 import pytest
 import torch
 import yaml
+from typer.testing import CliRunner
 
 import kvstrata
 from kvstrata.calibrate.construct import construct
 from kvstrata.calibrate.polykv import Asked, _alone, collect, local_signals, loss_signals
+from kvstrata.cli import app
 from kvstrata.core import SpecError
 from kvstrata.evaluate.steps import attention_outputs
 from kvstrata.hf.files import identity
 from kvstrata.policy import PRESETS, parse_policy
 from kvstrata.policy.budget import Tokens
 from kvstrata.policy.policy import LayerRange, Policy
-from kvstrata.policy.strategy import PATTERNS, Choice, Strategy, pattern_rule, read_strategy, write_strategy
+from kvstrata.policy.strategy import (
+    PATTERNS,
+    SHIPPED,
+    Choice,
+    Strategy,
+    pattern_rule,
+    read_strategy,
+    strategy_file,
+    write_strategy,
+)
 
 from ..contract.runs import feed, kv, prompt, tiny
 
@@ -123,7 +134,7 @@ def test_strategies_from_signals_by_hand():
     assert made(signal="ppl")[0] == [("h2o", 100), ("tova", 100), ("h2o", 100)]
     by_entropy = [b for _, b in made(by="entropy")[0]]
     assert by_entropy == [36 + 96, 36 + 32, 36 + 64]
-    assert [b for _, b in made(by="ppl")[0]] == [36 + 64, 36 + 128, 36]
+    assert [b for _, b in made(by="ppl")[0]] == [36 + 60, 36 + 132, 36], "e^0.2 - 1 to e^0.4 - 1"
     turned = made(by="entropy", turned=True)[0]
     assert turned == [("tova", 68), ("h2o", 132), ("h2o", 100)]
 
@@ -238,6 +249,20 @@ def test_memory_follows_the_layers_budgets_and_other_models_are_refused(tmp_path
         assert [len(cache.entries(layer)) for layer in range(3)] == [32, 20, 56]
     with pytest.raises(SpecError, match="another model"):
         kvstrata.compress(tiny("qwen2"), f"polykv:{tmp_path / 's.yaml'}").__enter__()
+
+
+@pytest.mark.parametrize("mean", SHIPPED)
+def test_shipped_strategies_are_the_demo_model_s_and_keep_their_mean(mean):
+    found = read_strategy(strategy_file(f"polykv:{mean}"))
+    assert len(found.prefill) == 30
+    assert sum(choice.budget for choice in found.prefill) == 30 * int(mean)
+    assert {choice.pattern for choice in found.decode} == {"full"}
+    assert len({choice.pattern for choice in found.prefill}) > 1
+    policy = parse_policy(f"polykv:{mean}")
+    with pytest.raises(SpecError, match="another model"):
+        kvstrata.compress(tiny(), policy).__enter__()
+    listed = CliRunner().invoke(app, ["ls", f"polykv:{mean}", "--json"])
+    assert len(json.loads(listed.output)) == 30
 
 
 @torch.no_grad()

@@ -68,8 +68,10 @@ def test_every_variant_drops_as_many_at_the_same_steps():
 
 
 def test_isolation_needs_a_policy_that_follows_confidence():
-    with pytest.raises(SpecError, match="does not follow confidence"):
-        variants("h2o")
+    for policy in ("h2o", "echo"):  # the latter waits for the other layers
+        with pytest.raises(SpecError, match="does not follow confidence"):
+            variants(policy)
+    assert set(variants("confkv-l")) == {"as it is", "random", "recency", "attention"}
 
 
 @torch.no_grad()

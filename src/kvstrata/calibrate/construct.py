@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -69,7 +70,7 @@ def weights_of(signals: Mapping[str, Any], phase: str, allocation: Allocation, l
     """What each layer's budget is in proportion to."""
     if allocation == "uniform":
         return [1.0] * layers
-    if allocation == "ppl":  # what the worst pattern costs (equation 5)
+    if allocation == "ppl":  # perplexity that the worst pattern costs (equation 5), over that of the full cache
         columns = signals["ppl"][phase].values()
-        return [max(0.0, *values) for values in zip(*columns, strict=True)]
+        return [max(0.0, *map(math.expm1, values)) for values in zip(*columns, strict=True)]
     return signals["cosine"][allocation]

@@ -139,7 +139,7 @@ def kvzap(
     with progress_bar() as progress:
         task = progress.add_task("collecting", total=len(parts))
         files = collect(loaded, tokenizer, parts, folder, per_document, seed, lambda: progress.advance(task), target)
-        task = progress.add_task("training", total=loaded.config.num_hidden_layers)
+        task = progress.add_task("training", total=text_config(loaded).num_hidden_layers)
         weights, fit = train(files, kind, seed, lambda: progress.advance(task))
     more = {**about, "thresholds": fit.thresholds, "r2": fit.r2, "auc": fit.auc}
     write_surrogate(out, [[w.half() for w in layer] for layer in weights], more)
@@ -194,8 +194,9 @@ def polykv(
     with progress_bar() as progress:
         task = progress.add_task("measuring", total=len(parts) * len(wanted))
         signals = collect_signals(loaded, parts, continuation, asked, wanted, folder, lambda: progress.advance(task))
-    config = loaded.config
-    kind = {"name": type(loaded).__name__, "layers": config.num_hidden_layers, "kv_heads": config.num_key_value_heads}
+    config = text_config(loaded)
+    shape = kv_shape(config)
+    kind = {"name": type(loaded).__name__, "layers": config.num_hidden_layers, "kv_heads": shape and shape[0]}
     head = {"model": {**kind, "identity": identity(loaded)}, "signals": {"data": read}}
     strategy = construct(signals, budget, signal, allocation, head, margin=margin, turned=turned)
     write_strategy(out, strategy, _rounded(signals))

@@ -9,7 +9,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from rich.console import Console
 from rich.table import Table
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvstrata.bench.measure import provenance
 from kvstrata.cli.tables import plain_table, progress_bar
@@ -17,6 +17,7 @@ from kvstrata.core import InputError
 from kvstrata.diagnose import measure, plots
 from kvstrata.diagnose.confidence import own_words
 from kvstrata.diagnose.drift import Band
+from kvstrata.diagnose.isolation import variants
 from kvstrata.evaluate.texts import digest, haystack, stretches
 from kvstrata.files import whole
 from kvstrata.hf.framing import encode
@@ -55,7 +56,7 @@ def diagnose(
     texts = stretches(encode(tokenizer, source), documents, length + steps, fix)
     band = Band(sinks, local, window)
     asked = _Asked(kinds, specs, length, steps, every, samples, own, seed)
-    figures, found = _measured(loaded, texts, asked, band)
+    figures, found = _measured(loaded, tokenizer, texts, asked, band)
     settings = {"policy": specs, "documents": documents, "length": length, "steps": steps, "every": every}
     about = {**provenance(), **settings, "window": window, "sinks": sinks, "local": local, "text": digest(source)}
     for kind, values in figures.items():
@@ -86,7 +87,7 @@ class _Asked(NamedTuple):
 
 
 def _measured(
-    model: PreTrainedModel, texts: list[list[int]], asked: _Asked, band: Band
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: list[list[int]], asked: _Asked, band: Band
 ) -> tuple[dict[str, Any], measure.Traces]:
     """Figures by diagnostic, and the traces of those that have any."""
     kinds, specs, length = asked.kinds, asked.specs, asked.length
@@ -94,6 +95,8 @@ def _measured(
     drifts, fed = [kind for kind in kinds if kind in measure.DRIFT], asked.steps * len(texts)
     work = (fed * (len(specs) + 1) if drifts else 0) + (asked.samples if "confidence" in kinds else 0)
     work += fed * len(specs) if "isolation" in kinds else 0
+    for spec in specs if "isolation" in kinds else []:
+        variants(spec)  # so that a policy without any is refused now
     with progress_bar() as progress:
         task = progress.add_task("feeding", total=work)
 
@@ -101,7 +104,7 @@ def _measured(
             progress.advance(task)
 
         if drifts:
-            found = measure.traces(model, specs, texts, length, asked.every, tick)
+            found = measure.traces(model, specs, texts, length, asked.every, tick, tokenizer)
         for kind in drifts:
             how = {"fmm": measure.missed, "churn": measure.restless, "reactivation": measure.reactivated}[kind]
             figures[kind] = how(found, band)

@@ -77,6 +77,8 @@ def evaluate(
         _lm_eval(job, _listed(lm_eval), asked, out / "lm_eval", as_json)
         return
     beside = [Asked(*one) for one in parse_peers(peer, budgets)]
+    if beside and device != "cpu":
+        raise InputError(f"--peers run on the CPU, so their times and ours on {device} cannot stand in one table")
     _own(
         job, Results(out), choose(_listed(task)), asked, scope, beside, None if dry_run else _runner(jobs, ray), as_json
     )

@@ -18,7 +18,8 @@ from kvstrata.core import SpecError
 from kvstrata.hf import StrataCache, compress
 from kvstrata.hf.compat import CACHE_KEYWORD
 from kvstrata.policy import Policy, Rule, parse_policy
-from kvstrata.policy.allocation import ByConfidence, Falling
+from kvstrata.policy.allocation import ByConfidence
+from kvstrata.policy.budget import Shaped
 from kvstrata.policy.scorers.combine import Mix, Part
 from kvstrata.policy.scorers.recency import Random, Recency
 
@@ -40,7 +41,7 @@ class Isolated:
 def variants(spec: str) -> dict[str, Policy]:
     """A policy whose budget follows confidence, and the same with other victims. Raises `SpecError` for others."""
     policy = parse_policy(spec)
-    if not policy.at_step_end:
+    if "logits" not in policy.needs:
         raise SpecError(f"{spec!r} does not follow confidence: take confkv, confkv-l or confkv+")
 
     def scored(scorer: Callable[[Rule], Any]) -> Policy:
@@ -64,10 +65,10 @@ def _attention(rule: Rule) -> Any:
 
 def _outside(budget: Any) -> Any:
     """The same budget, told its confidence from outside."""
-    if isinstance(budget, Falling):
-        return replace(budget, base=_outside(budget.base))
-    assert isinstance(budget, ByConfidence)
-    return replace(budget, signal="processed")
+    if isinstance(budget, ByConfidence):
+        return replace(budget, signal="processed")
+    assert isinstance(budget, Shaped)
+    return replace(cast(Any, budget), base=_outside(budget.base))
 
 
 @torch.no_grad()

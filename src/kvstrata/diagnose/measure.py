@@ -10,7 +10,7 @@ from dataclasses import asdict
 from statistics import mean
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvstrata.diagnose import drift
 from kvstrata.diagnose.confidence import ABLATIONS, Sample, pearson, samples, spearman
@@ -35,11 +35,12 @@ def traces(
     prompt: int,
     every: int,
     tick: Tick,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Traces:
     """A trace of every document and layer under every policy."""
     found: Traces = defaultdict(list)
     for ids in documents:
-        for policy, layers in trace(model, policies, ids, prompt, every, tick).items():
+        for policy, layers in trace(model, policies, ids, prompt, every, tick, tokenizer).items():
             found[policy].append(layers)
     return dict(found)
 

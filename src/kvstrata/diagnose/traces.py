@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvstrata.core import Column, InputError, Signals, Tier
 from kvstrata.hf import StrataCache, compress
@@ -79,6 +79,7 @@ def trace(
     prompt: int,
     every: int = 8,
     tick: Callable[[], object] = lambda: None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> dict[str, list[Trace]]:
     """Feed a document to a full cache and to policies; by policy a trace for each compressed layer.
 
@@ -92,7 +93,7 @@ def trace(
     masses: dict[int, list[Tensor]] = {}
     tiers: dict[str, dict[int, list[tuple[Tensor, Tensor]]]] = {policy: {} for policy in policies}
     for label, policy in {"": REFERENCE, **{name: parse_policy(name) for name in policies}}.items():
-        with compress(model, policy) as cache:
+        with compress(model, policy, tokenizer=tokenizer) as cache:
             run(given[:, :prompt], **{CACHE_KEYWORD: cache})
             if label:
                 _note_tiers(cache, tiers[label], len(ids))

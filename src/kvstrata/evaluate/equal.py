@@ -9,6 +9,7 @@ from statistics import mean
 from kvstrata.bench.counting import Bill, KvShape, count_bytes
 from kvstrata.core import InputError, SpecError
 from kvstrata.policy import Policy, parse_policy
+from kvstrata.policy.allocation import RATE
 from kvstrata.policy.budget import Share, parse_budget
 
 POINTS = 4  # between the prompt's end and the last token, at which bytes are counted
@@ -57,13 +58,16 @@ def _held_at(policy: Policy, share: Fraction, shape: KvShape, context: int, new_
 @lru_cache(maxsize=4096)
 def held(policy: Policy, shape: KvShape, context: int, new_tokens: int) -> float:
     """Bytes held on average from the prompt's end to the last token's, for one row."""
-    # a layer that grows by one entry a step while the model is unsure is cut at the next sure step, so never far from
-    # what it may have then
-    sure = 1.0 if policy.at_step_end else 0.0
 
-    def bill(tokens: int, more: int) -> Bill:
+    def bill(tokens: int, more: int, sure: float = 1.0) -> Bill:
         return count_bytes(policy, shape, context=tokens, new_tokens=more, confidence=sure)
 
+    if not new_tokens and "logits" in policy.needs:  # a prompt ends as often sure as published
+        return float(RATE * bill(context, 1).after_prompt.held + (1 - RATE) * bill(context, 1, 0.0).after_prompt.held)
+    # later, a layer that grows by one entry a step while the model is unsure is cut at the next sure step, so never far
+    # from what it may have then
+    if any(entry.prefill is None for entry in policy.table):  # what the prompt leaves is none of the budget's
+        return mean(bill(context, 1 + new_tokens * i // POINTS).at_end.held for i in range(POINTS + 1))
     if any(entry.decode is None for entry in policy.table):  # grows evenly
         both = bill(context, new_tokens + 1)
         return (both.after_prompt.held + both.at_end.held) / 2

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvstrata.core import InputError, SpecError
+from kvstrata.evaluate.content import YAML, content
 from kvstrata.evaluate.result import Run
 from kvstrata.evaluate.runs import FULL, labelled
 from kvstrata.evaluate.task import TASKS, Example, Scope, Settings, Source, Task
 from kvstrata.policy import parse_policy
-from kvstrata.policy.budget import parse_budget
+from kvstrata.policy.budget import Tokens, parse_budget
 from kvstrata.policy.spec import names_budget
-from kvstrata.policy.strategy import STRATEGY
 
 CONTROL = "random"
 
@@ -73,8 +72,7 @@ def ask(policies: Sequence[str], budgets: Sequence[str], controls: bool = True) 
     found = [Asked(FULL, None)]
     for policy in policies:
         parse_policy(policy)
-        kept_whole = policy.partition(":")[0] == FULL or _only_codes(policy)  # which no budget changes
-        own = kept_whole or policy.endswith((".yaml", ".yml")) or names_budget(policy)
+        own = policy.endswith(YAML) or names_budget(policy) or _unmoved(policy)
         found += [Asked(policy, None)] if own or not budgets else [Asked(policy, budget) for budget in budgets]
     if controls:
         found += [Asked(CONTROL, budget) for budget in budgets]
@@ -84,8 +82,10 @@ def ask(policies: Sequence[str], budgets: Sequence[str], controls: bool = True) 
     return list(dict.fromkeys(found))
 
 
-def _only_codes(policy: str) -> bool:
-    return not policy.endswith((".yaml", ".yml")) and parse_policy(policy).only_codes
+def _unmoved(policy: str) -> bool:
+    """Whether a budget changes nothing, as where everything is kept or a score decides."""
+    made = parse_policy(policy)
+    return made.only_codes or made.with_budget(Tokens(1 << 20)) == made.with_budget(Tokens(1 << 21))
 
 
 def _check_budget(asked: Asked) -> None:
@@ -158,13 +158,6 @@ def _tokens(example: Example, source: Source, scope: Scope) -> tuple[int, int]:
     return len(example.context), follow + sum(q + a for q, a in asked)
 
 
-def _content(policy: str) -> str | None:
-    """A hash of what a policy file says, or a strategy that is shipped."""
-    if not policy.endswith((".yaml", ".yml")) and not policy.startswith(STRATEGY):
-        return None
-    return hashlib.sha256(repr(parse_policy(policy)).encode()).hexdigest()[:16]
-
-
 def run_of(job: Job, source: Source, asked: Asked, scope: Scope, about: dict[str, str], files: dict[str, str]) -> Run:
     """What the outcomes of one policy on one source depend on. `about`: model, dtype, haystack."""
     settings = source.resolve(job.settings)
@@ -172,7 +165,7 @@ def run_of(job: Job, source: Source, asked: Asked, scope: Scope, about: dict[str
         source=source.name,
         version=source.version,
         policy=asked.policy,
-        content=_content(asked.policy),
+        content=content(asked.policy),
         budget=asked.budget,
         scope=scope,
         seed=settings.seed,

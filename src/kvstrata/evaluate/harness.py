@@ -15,6 +15,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, cast
@@ -23,6 +24,7 @@ from transformers import PreTrainedModel
 
 from kvstrata.bench.measure import provenance
 from kvstrata.core import InputError, KvstrataError
+from kvstrata.evaluate.content import content
 from kvstrata.evaluate.grid import Asked, Job
 from kvstrata.evaluate.lm_eval_tasks.local import VARIABLE
 from kvstrata.evaluate.runs import continued, read
@@ -61,10 +63,10 @@ class StrataLM(HFLM):
         self._policy = parse_policy(policy.replace(";", ","))
         if budget is not None:
             self._policy = self._policy.with_budget(parse_budget(budget))
-        self._kernels: Any = kernels
         self._held, self._full = 0, 0
         source = str(demo_model()) if isinstance(pretrained, str) and pretrained == DEMO else pretrained
         super().__init__(pretrained=source, **{"device": "cpu", **options, "logits_cache": False})
+        self._options: dict[str, Any] = {"kernels": kernels, "tokenizer": self.tokenizer}
 
     @property
     def share_held(self) -> float | None:
@@ -77,7 +79,7 @@ class StrataLM(HFLM):
 
     def _model_generate(self, context: Any, max_length: int, stop: list[str], **generation_kwargs: Any) -> Any:
         """Generate as the harness does, in a cache under the policy."""
-        with compress(self.model, self._policy, kernels=self._kernels) as cache:
+        with compress(self.model, self._policy, **self._options) as cache:
             options = {CACHE_KEYWORD: cache, **generation_kwargs}
             made = super()._model_generate(context, max_length, stop, **options)
             self._note(cache)
@@ -100,7 +102,7 @@ class StrataLM(HFLM):
     def _score(self, requests: list[Any]) -> list[tuple[float, bool]]:
         answers = [list(request[2]) for request in requests]
         contexts = [list(r[1])[-(self.max_length - len(r[2])) :] for r in requests]
-        with compress(self.model, self._policy, kernels=self._kernels) as cache:
+        with compress(self.model, self._policy, **self._options) as cache:
             last, mask = read(self.model, {self._policy.name: cache}, contexts)
             self._note(cache)
             marked = continued(self.model, cache, last, mask, answers)
@@ -129,9 +131,10 @@ def run_lm_eval(names: Sequence[str], asked: Sequence[Asked], job: Job, folder: 
     model, tokenizer = load_model(job.model, job.dtype, job.device)
     about = {"tasks": tasks, "model": weights_digest(model, job.model or DEMO), "dtype": str(model.dtype)}
     about |= {"contexts": settings.contexts, "seed": settings.seed, "kernels": job.kernels, "device": job.device}
+    about |= {"lm_eval": version("lm_eval"), "data": _hashes(settings.data)}
     rows: list[dict[str, Any]] = []
     for one in asked:
-        key = {**about, "policy": one.policy, "budget": one.budget}
+        key = {**about, "policy": one.policy, "content": content(one.policy), "budget": one.budget}
         path = folder / f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]}.json"
         if not path.is_file():
             options: dict[str, Any] = {"tokenizer": tokenizer, "batch_size": job.batch or 1}
@@ -140,6 +143,12 @@ def run_lm_eval(names: Sequence[str], asked: Sequence[Asked], job: Job, folder: 
             _write(path, {**key, "share_held": lm.share_held, "rows": found, **provenance()})
         rows += _rows(path, one)
     return rows
+
+
+def _hashes(data: Path | None) -> dict[str, str]:
+    """Of the files under --data that tasks of ours may read."""
+    found = [file for folder in ("gsm8k", "longbench") if data for file in sorted((data / folder).glob("*.jsonl.gz"))]
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in found}
 
 
 def _evaluated(lm: StrataLM, tasks: list[str], settings: Settings, manager: Any) -> list[dict[str, Any]]:

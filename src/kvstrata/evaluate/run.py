@@ -16,6 +16,7 @@ import torch
 from kvstrata.bench.measure import provenance
 from kvstrata.core import InputError, KvstrataError
 from kvstrata.evaluate import peers
+from kvstrata.evaluate.content import check_unread
 from kvstrata.evaluate.grid import (
     Asked,
     Job,
@@ -65,7 +66,9 @@ def plan(
     check_scope(tasks, scope)
     job, most = worker.job, option(text_config(worker.model), "max_position_embeddings")
     grid = Grid(job, scope, tasks, {}, {}, {}, {}, [], 0)
-    about = _about(worker)
+    about, text = _about(worker), digest(haystack(job.settings.haystack))
+    for one in asked:
+        check_unread(one.policy, text)
     for name, source in sources_of(tasks).items():
         examples = worker.examples(name)
         check_lengths(name, examples, most)

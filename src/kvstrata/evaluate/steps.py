@@ -51,9 +51,11 @@ def run_steps(model: PreTrainedModel, caches: Caches, examples: Sequence[Example
         for step in range(ids.shape[1] - 1):
             reference: Given | None = None
             for label, trace in traces.items():
+                outputs.clear()
                 start = time.perf_counter()
-                own = _feed(model, caches[label], ids[:, step : step + 1], outputs)
+                logits = feed(model, caches[label], ids[:, step : step + 1]).cpu()
                 trace.ms.append((time.perf_counter() - start) * 1e3)
+                own = (logits.float().log_softmax(dim=-1), list(outputs))
                 reference = reference or own
                 _note(trace, reference, own, ids[:, step + 1 : step + 2].cpu())
                 trace.weigh(caches[label])
@@ -70,7 +72,9 @@ def run_block(model: PreTrainedModel, caches: Caches, examples: Sequence[Example
         for label, trace in traces.items():
             trace.weigh(caches[label])
             caches[label].engine.activate_past_recording()  # nothing is planned for tokens after which nothing comes
-            own = _feed(model, caches[label], ids[:, :-1], outputs)
+            outputs.clear()
+            logits = feed(model, caches[label], ids[:, :-1], keep=ids.shape[1] - 1).cpu()
+            own = (logits.float().log_softmax(dim=-1), list(outputs))
             reference = reference or own
             _note(trace, reference, own, ids[:, 1:].cpu())
     return {label: _outcomes(trace, examples, traces[FULL].held[0]) for label, trace in traces.items()}
@@ -88,12 +92,6 @@ def _read(model: PreTrainedModel, caches: Caches, examples: Sequence[Example]) -
 def _in_turn(caches: Caches) -> list[str]:
     """Labels, the full cache's first, since the others are compared with it."""
     return [FULL, *(label for label in caches if label != FULL)]
-
-
-def _feed(model: PreTrainedModel, cache: StrataCache, ids: Tensor, outputs: list[Tensor]) -> Given:
-    outputs.clear()
-    logits = feed(model, cache, ids, keep=ids.shape[1]).float().cpu()
-    return logits.log_softmax(dim=-1), list(outputs)
 
 
 def _note(trace: _Trace, reference: Given, own: Given, target: Tensor) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from kvstrata.bench.counting import KvShape
 from kvstrata.bench.measure import provenance
+from kvstrata.core import InputError
 from kvstrata.evaluate.answers import run_answers
 from kvstrata.evaluate.equal import resolve
 from kvstrata.evaluate.grid import Asked, Job, Unit
@@ -68,7 +69,10 @@ class Worker:
             context, new = max(example.tokens for example in part), 0
         if TASKS[task].source.kind == "block":  # which nothing is planned for
             new = 0
-        return resolve(asked.policy, asked.budget, self.shape, context, new)
+        policy = resolve(asked.policy, asked.budget, self.shape, context, new)
+        if "processed-logits" in policy.needs:
+            raise InputError(f"{asked.label} reads logits that `generate` has processed, and nothing is generated here")
+        return policy
 
     def run(self, unit: Unit) -> list[Line]:
         """Outcomes of the examples that each policy lacks."""

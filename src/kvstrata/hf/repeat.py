@@ -137,7 +137,7 @@ def note_repetition(
     model: PreTrainedModel, caches: Sequence[StrataCache], ids: Tensor, mask: Tensor | None, request: Request
 ) -> None:
     """Let the model repeat the prompts ids [B, T] that all caches hold, and write the scores into their columns."""
-    fullest = max(caches, key=lambda cache: len(cache.policy.needs))
+    fullest = max(caches, key=lambda cache: len(cache.policy.needs & {"hidden", "outputs"}))
     for row in range(ids.shape[0]):
         own = ids[row] if mask is None else ids[row][mask[row].bool()]
         scores = repeat(model, fullest, own.tolist(), row, request)

@@ -34,13 +34,17 @@ def forwards_of(cache: StrataCache, model: PreTrainedModel) -> Generator[None]:
     def begin(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for found in _of_kin(cache, args, kwargs):
             found.engine.accept()
-            if request is not None and found.engine.mode.prefilling:
+            if request is None:
+                continue
+            if found.engine.mode.prefilling:
                 raise InputError("this policy has the model repeat the prompt: feed it at once, not in parts")
+            if not found.get_seq_length() and _ids(args, kwargs) is None:
+                raise InputError("this policy has the model repeat the prompt: feed token ids, not embeddings")
 
     @compat.not_compiled
     def end(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         for found in _of_kin(cache, args, kwargs):
-            ids = kwargs.get("input_ids", args[0] if args else None)
+            ids = _ids(args, kwargs)
             if request is not None and ids is not None and found.get_seq_length() == ids.shape[1]:
                 note_repetition(model, [found], ids, kwargs.get("attention_mask"), request)
             if "logits" in found.policy.needs:
@@ -83,6 +87,10 @@ def hidden_to(cache: StrataCache, model: PreTrainedModel) -> Generator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _ids(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    return kwargs.get("input_ids", args[0] if args else None)
 
 
 def _of_kin(cache: StrataCache, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[StrataCache]:

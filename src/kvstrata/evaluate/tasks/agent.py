@@ -67,7 +67,7 @@ def _turns(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], l
         if len(header) + len(body) > room:
             break
         turns += [Turn(header, scored=False)] if header else []
-        turns.append(Turn(body, scored, late))
+        turns += [Turn(body, scored, late)] if body else []
         room, at = room - len(header) - len(body), at + len(header) + len(body)
     return _joined(turns)
 
