@@ -18,5 +18,7 @@ run --task needle --contexts 8 --budget 25%,10% \
 run --task needle --contexts 8 --budget 50%,25% --policy "criticalkv,expected,expected-ada,lagkv,duo:heads=$out/duo.json"
 run --task needle --contexts 8 --budget 25% --policy defensivekv,defensivekv-layer,cake,cam,d2o
 run --task words --contexts 8 --budget 25%,10% --policy kvzap:file=linear,window=32,kvzip+,echo,keydiff,expected
-run --task ppl,faithful --length 1024 --contexts 16 --budget 75%,50%,25% \
-  --policy kvzap:file=linear,kvzap:file=mlp,kvzip,kvzip+,snapkv,h2o,expected,adakv,random
+run --task continue --length 768 --contexts 16 --budget 75%,50%,25% \
+  --policy kvzap:file=linear,kvzap:file=mlp,kvzip,kvzip+,snapkv,h2o,expected,adakv,random,echo
+run --task needle --contexts 8 --budget 10%,5% \
+  --policy echo:codec=int4,exact=32,kvzap:file=linear,window=32,codec=int4,exact=32,keydiff:codec=int4,exact=32

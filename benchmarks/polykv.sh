@@ -7,9 +7,9 @@ out=${1:?a folder for the results}
 data=${2:?the folder of docs/data.md, whose training side is read}
 bin="$(dirname "$0")/../.venv/bin"
 patterns=streaming,h2o,tova,snapkv,pyramidkv,scissorhands,cake
-calibrate() { # BUDGET NAME [options]: signals are measured once for a budget
+calibrate() { # BUDGET NAME [options]: signals are measured once for a budget, for 256 on 32 documents, else on 16
   [ -d "$out/polykv-$1.signals" ] && [ "$2" != "$1" ] && cp -rn "$out/polykv-$1.signals" "$out/polykv-$2.signals"
-  "$bin/kvstrata" calibrate polykv --data "$data" --budget "$1" --patterns "$patterns" --documents 8 \
+  "$bin/kvstrata" calibrate polykv --data "$data" --budget "$1" --patterns "$patterns" --documents "$([ "$1" = 256 ] && echo 8 || echo 4)" \
     --out "$out/polykv-$2.yaml" "${@:3}"
 }
 "$bin/python" "$(dirname "$0")/texts.py" "$out/texts" "$data"
