@@ -56,7 +56,7 @@ def test_every_policy_reads_together_what_it_reads_alone(kernels):
 OTHERS = sorted(set(PRESETS) - set(ALL))
 
 
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("turned", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_other_presets_read_together_what_they_read_alone(tmp_path, turned):
     """Those that read hidden states, repeat the prompt, choose over all heads, sample or code, in either order."""
     weights = [[torch.randn(2, 64, generator=torch.Generator().manual_seed(i)), torch.zeros(2)] for i in range(3)]
