@@ -81,7 +81,7 @@ def test_a_policy_that_no_budget_changes_runs_once():
 
 
 def test_a_prompt_that_is_kept_counts_whole():
-    context, new, full = 64, 96, parse_policy("full")
+    context, new, full = 64, 192, parse_policy("full")
     found = held(resolve("h2o:prompt=keep", "75%", SHAPE, context, new), SHAPE, context, new)
     assert found / held(full, SHAPE, context, new) == pytest.approx(0.75, abs=0.08)
 
