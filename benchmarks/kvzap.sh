@@ -22,3 +22,10 @@ run --task continue --length 768 --contexts 16 --budget 75%,50%,25% \
   --policy kvzap:file=linear,kvzap:file=mlp,kvzip,kvzip+,snapkv,h2o,expected,adakv,random,echo
 run --task needle --contexts 8 --budget 10%,5% \
   --policy echo:codec=int4,exact=32,kvzap:file=linear,window=32,codec=int4,exact=32,keydiff:codec=int4,exact=32
+"$(dirname "$kvstrata")/python" "$(dirname "$0")/texts.py" "$out/texts" "$data"
+for text in essays code; do # thresholds and who shares a budget; then windows
+  run --task continue --contexts 6 --length 768 --haystack "$out/texts/$text.txt" \
+    --policy kvzap:file=linear,tau=-3.2479,kvzap:file=linear,budget=25%,kvzap-head:file=linear,budget=25%,kvzap-layer:file=linear,budget=25%
+done
+run --task continue --contexts 6 --budget 25% --haystack "$out/texts/code.txt" \
+  --policy kvzap:file=linear,window=0,kvzap:file=linear,window=16,kvzap:file=linear,window=64,kvzap:file=linear,window=128
