@@ -165,6 +165,14 @@ def test_surrogates_that_do_not_fit_are_refused(folder, tmp_path):
         kvstrata.policy.parse_policy("kvzap:budget=25%,tau=-3")
 
 
+@torch.no_grad()
+def test_embeddings_cannot_be_repeated():
+    with kvstrata.compress(tiny(), "kvzip:budget=25%", tokenizer=Tokenizer()) as cache:
+        with pytest.raises(InputError, match="feed token ids"):
+            tiny()(inputs_embeds=torch.randn(1, 20, WIDTH), **kv(cache))
+        assert cache.get_seq_length() == 0
+
+
 def test_a_model_that_hides_its_hidden_states_is_refused(folder, monkeypatch):
     monkeypatch.setattr("kvstrata.hf.signals.attention_modules", lambda model: [])
     with kvstrata.compress(tiny(), f"kvzap:file={folder}") as cache:
