@@ -16,7 +16,7 @@ CODED = ["full:codec=int8,exact=4", "window:budget=90,codec=int8,exact=10", "sna
 
 @pytest.mark.parametrize(("batch", "chunk"), [(1, None), (3, 20)])
 @pytest.mark.parametrize("name", [*ALL, *EXTRA, *CODED])
-@pytest.mark.thin(4)
+@pytest.mark.thin(8)
 def test_counted_bytes_are_those_of_a_run(name, batch, chunk):
     text = spec(name, 20)
     bill = count_bytes(parse_policy(text), SHAPE, context=70, new_tokens=40, batch=batch, chunk=chunk)

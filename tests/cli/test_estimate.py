@@ -67,7 +67,8 @@ def test_bad_input_is_an_error_that_names_the_fix(folder, options, message):
     assert message in str(done.exception)
 
 
-def test_a_model_that_is_not_there():
+def test_a_model_that_is_not_there(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # no waiting for a hub that is not there
     done = kvstrata("estimate", "--model", "nowhere/at-all", "--no-time")
     assert done.exit_code != 0
     assert "neither a local folder nor a hub id" in str(done.exception)

@@ -24,7 +24,7 @@ def chunks(request):
 
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.thin(4)
+@pytest.mark.thin(6)
 def test_exact_kernels_are_bit_identical_to_the_stock_cache(name, rows, dtype, chunks):
     model, ids = tiny(dtype=dtype), prompt(52, rows)
     expected = feed(model, ids, stock(model), chunks)

@@ -29,7 +29,7 @@ def walk(policy, ids, prompt_tokens, kernels="auto", model=None):
 
 
 @pytest.mark.parametrize(("budget", "options"), CASES)
-@pytest.mark.thin(2)
+@pytest.mark.thin(4)
 def test_bytes_hold_at_every_one_of_500_steps(budget, options):
     """Grids, columns, frames and sleeping codes included; the bytes are a share of what the full cache would have."""
     ids = prompt(1100, 1)

@@ -29,7 +29,7 @@ def run(policy, ids, prompt_tokens, kernels="auto"):
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.thin(6)
+@pytest.mark.thin(12)
 def test_native_kernels_and_torch_agree(policy, codec):
     ids = prompt(330, 2)
     ours, cache = run(policy.format(codec), ids, 300, "native")

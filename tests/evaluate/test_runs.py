@@ -180,7 +180,8 @@ def test_the_score_is_the_share_of_references_in_the_answer(text, references, an
 SHARES = ["h2o", "snapkv", "streaming", "tova", "window", "pyramidkv", "h2o:codec=int8"]
 
 
-@pytest.mark.parametrize("asked", [pytest.param("75%", marks=pytest.mark.slow), "50%"])
+@pytest.mark.slow
+@pytest.mark.parametrize("asked", ["75%", "50%"])
 def test_a_share_asked_for_is_the_share_held_over_the_steps(model, asked):
     """Of a continuation as long as the prompt, which a policy for prompts alone keeps whole."""
     shape = KvShape((0, 1, 2), 2, 16, torch.float32)
