@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvstrata.core import InputError, SpecError
-from kvstrata.evaluate.content import YAML, content
+from kvstrata.evaluate.content import YAML
 from kvstrata.evaluate.result import Run
 from kvstrata.evaluate.runs import FULL, labelled
 from kvstrata.evaluate.task import TASKS, Example, Scope, Settings, Source, Task
@@ -158,14 +158,22 @@ def _tokens(example: Example, source: Source, scope: Scope) -> tuple[int, int]:
     return len(example.context), follow + sum(q + a for q, a in asked)
 
 
-def run_of(job: Job, source: Source, asked: Asked, scope: Scope, about: dict[str, str], files: dict[str, str]) -> Run:
-    """What the outcomes of one policy on one source depend on. `about`: model, dtype, haystack."""
+def run_of(
+    job: Job,
+    source: Source,
+    asked: Asked,
+    scope: Scope,
+    about: dict[str, str],
+    files: dict[str, str],
+    said: str | None,
+) -> Run:
+    """What outcomes of one policy on one source depend on. `about`: model, dtype, haystack; `said`: by its files."""
     settings = source.resolve(job.settings)
     return Run(
         source=source.name,
         version=source.version,
         policy=asked.policy,
-        content=content(asked.policy),
+        content=said,
         budget=asked.budget,
         scope=scope,
         seed=settings.seed,

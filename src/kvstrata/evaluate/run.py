@@ -16,7 +16,7 @@ import torch
 from kvstrata.bench.measure import provenance
 from kvstrata.core import InputError, KvstrataError
 from kvstrata.evaluate import peers
-from kvstrata.evaluate.content import check_unread
+from kvstrata.evaluate.content import check_unread, content
 from kvstrata.evaluate.grid import (
     Asked,
     Job,
@@ -77,7 +77,8 @@ def plan(
         for one in asked:
             worker.policy(name, one, examples[:1])  # so that a budget that cannot be is refused now
         for one in (*asked, *(beside if source.kind in peers.KINDS and scope == "context" else ())):
-            run = grid.runs[source.name, one] = run_of(job, source, one, scope, about, files)
+            said = None if one in beside else content(one.policy)
+            run = grid.runs[source.name, one] = run_of(job, source, one, scope, about, files, said)
             here = [task for task in tasks_of(source, tasks) if one not in beside or _of_peers(tasks[task])]
             if all(results.finished(task, run) for task in here):
                 grid.finished += len(here)
