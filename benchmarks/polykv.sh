@@ -29,5 +29,7 @@ for budget in 64 128 256 512; do
     "$bin/kvstrata" evaluate --out "$out" --task continue --contexts 6 --no-controls --policy "$policies" \
       --haystack "$out/texts/$text.txt"
   done
-  [ "$budget" = 256 ] && "$bin/kvstrata" evaluate --out "$out" --task needle --no-controls --policy "$policies"
+  if [ "$budget" = 256 ]; then
+    "$bin/kvstrata" evaluate --out "$out" --task needle --no-controls --policy "$policies"
+  fi
 done

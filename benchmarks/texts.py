@@ -9,11 +9,10 @@ standard library) and, where DATA/essays.tar.gz is, FOLDER/essays.txt.
 from __future__ import annotations
 
 import sys
-import sysconfig
 import tarfile
 from pathlib import Path
 
-from kvstrata.calibrate.corpus import WIKIPEDIA, wikipedia
+from kvstrata.calibrate.corpus import WIKIPEDIA, library, wikipedia
 from kvstrata.evaluate.texts import data_file, read_text
 
 
@@ -22,8 +21,7 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     whole = read_text(data_file(data, WIKIPEDIA, "texts"))
     write(folder / "wikipedia.txt", whole[len(wikipedia(whole)) :])
-    modules = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("[n-z]*.py"))
-    write(folder / "code.txt", "\n\n".join(module.read_text(encoding="utf-8", errors="replace") for module in modules))
+    write(folder / "code.txt", library("n-z"))
     if (essays := data / "essays.tar.gz").is_file():
         with tarfile.open(essays) as archive:
             files = sorted((member for member in archive if member.isfile()), key=lambda member: member.name)

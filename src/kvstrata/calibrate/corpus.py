@@ -15,7 +15,6 @@ from kvstrata.evaluate.texts import data_file, digest, read_text
 NOVEL, WIKIPEDIA = "prose/pg1342_pride_and_prejudice.txt.gz", "prose/wikitext2_raw_test.txt.gz"
 SUMS = "gsm8k/train_first200.jsonl.gz"
 FIRST_UNREAD = 41  # chapter of the novel from which on it belongs to evaluation
-MODULES = re.compile(r"[a-m]\w*\.py")  # of Python's standard library
 
 
 def training_texts(data: Path) -> dict[str, str]:
@@ -54,8 +53,7 @@ def sums(file: Path) -> str:
     return re.sub(r"<<.*?>>", "", "\n\n".join(pairs))
 
 
-def library() -> str:
-    """Modules a to m of the standard library, one after the other."""
-    folder = Path(sysconfig.get_paths()["stdlib"])
-    files = sorted(file for file in folder.glob("*.py") if MODULES.fullmatch(file.name))
+def library(letters: str = "a-m") -> str:
+    """Modules of the standard library whose names begin with one of the letters, one after the other."""
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob(f"[{letters}]*.py"))
     return "\n\n".join(file.read_text(encoding="utf-8", errors="replace") for file in files)

@@ -7,11 +7,9 @@ from pathlib import Path
 
 from kvstrata.core import InputError
 from kvstrata.policy import parse_policy
-from kvstrata.policy.spec import HEADS, read_options
+from kvstrata.policy.spec import HEADS, YAML, read_options
 from kvstrata.policy.strategy import STRATEGY, strategy_file
-from kvstrata.policy.surrogate import SHIPPED, shipped
-
-YAML = (".yaml", ".yml")
+from kvstrata.policy.surrogate import folder_of
 
 
 def content(policy: str) -> str | None:
@@ -35,7 +33,7 @@ def check_unread(policy: str, text: str) -> None:
 
 
 def _files(policy: str) -> list[Path]:
-    folders = [shipped(name) if name in SHIPPED else Path(name) for name in sorted(parse_policy(policy).surrogates)]
+    folders = map(folder_of, sorted(parse_policy(policy).surrogates))
     found = [file for folder in folders if folder.is_dir() for file in sorted(folder.iterdir()) if file.is_file()]
     if policy.startswith(STRATEGY) or policy.endswith(YAML):
         return [*found, strategy_file(policy)]

@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvstrata.core import InputError, SpecError
-from kvstrata.evaluate.content import YAML
 from kvstrata.evaluate.result import Run
 from kvstrata.evaluate.runs import FULL, labelled
 from kvstrata.evaluate.task import TASKS, Example, Scope, Settings, Source, Task
 from kvstrata.policy import parse_policy
 from kvstrata.policy.budget import Tokens, parse_budget
-from kvstrata.policy.spec import names_budget
+from kvstrata.policy.spec import YAML, names_budget
 
 CONTROL = "random"
 

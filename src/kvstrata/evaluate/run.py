@@ -67,8 +67,9 @@ def plan(
     job, most = worker.job, option(text_config(worker.model), "max_position_embeddings")
     grid = Grid(job, scope, tasks, {}, {}, {}, {}, [], 0)
     about, text = _about(worker), digest(haystack(job.settings.haystack))
-    for one in asked:
-        check_unread(one.policy, text)
+    said = {policy: content(policy) for policy in dict.fromkeys(one.policy for one in asked)}
+    for policy in said:
+        check_unread(policy, text)
     for name, source in sources_of(tasks).items():
         examples = worker.examples(name)
         check_lengths(name, examples, most)
@@ -77,8 +78,8 @@ def plan(
         for one in asked:
             worker.policy(name, one, examples[:1])  # so that a budget that cannot be is refused now
         for one in (*asked, *(beside if source.kind in peers.KINDS and scope == "context" else ())):
-            said = None if one in beside else content(one.policy)
-            run = grid.runs[source.name, one] = run_of(job, source, one, scope, about, files, said)
+            run = run_of(job, source, one, scope, about, files, said.get(one.policy))  # a peer's name names no files
+            grid.runs[source.name, one] = run
             here = [task for task in tasks_of(source, tasks) if one not in beside or _of_peers(tasks[task])]
             if all(results.finished(task, run) for task in here):
                 grid.finished += len(here)

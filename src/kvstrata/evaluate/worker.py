@@ -65,9 +65,10 @@ class Worker:
         """What was asked for, with the budget for these examples."""
         context = max(len(example.context) for example in part)
         new = max(len(example.continuation) for example in part)
-        if TASKS[task].source.kind == "turns":  # each of which is read as a prompt is
+        kind = TASKS[task].source.kind
+        if kind == "turns":  # each of which is read as a prompt is
             context, new = max(example.tokens for example in part), 0
-        if TASKS[task].source.kind == "block":  # which nothing is planned for
+        elif kind == "block":  # which nothing is planned for
             new = 0
         policy = resolve(asked.policy, asked.budget, self.shape, context, new)
         if "processed-logits" in policy.needs:

@@ -18,7 +18,7 @@ from kvstrata.hf.files import identity
 from kvstrata.hf.rotary import rotary_of, turn_of
 from kvstrata.kernels.codec.rotation import Rotary
 from kvstrata.policy.policy import Policy
-from kvstrata.policy.surrogate import SHIPPED, SurrogateModel, read_surrogate, shipped
+from kvstrata.policy.surrogate import SHIPPED, SurrogateModel, folder_of, read_surrogate
 
 OUTPUT = ("o_proj", "out_proj", "dense", "c_proj", "wo")  # names of the projection behind attention
 
@@ -39,7 +39,8 @@ def parts_for(policy: Policy, model: PreTrainedModel, layers: Sequence[int]) -> 
 
 def surrogate_of(file: str, model: PreTrainedModel) -> SurrogateModel:
     """A surrogate by a shipped one's name, a folder or a hub id. Raises `SpecError` where it does not fit a model."""
-    folder = shipped(file) if file in SHIPPED else Path(file) if Path(file).is_dir() else _fetched(file)
+    folder = folder_of(file)
+    folder = folder if folder.is_dir() else _fetched(file)
     found, config = read_surrogate(folder), compat.text_config(model)
     shape = compat.kv_shape(config)
     has = (found.width, found.num_heads, len(found.layers))

@@ -58,6 +58,7 @@ class _StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+YAML = (".yaml", ".yml")  # how the name of a policy file ends
 T = TypeVar("T")
 Table = Mapping[str, Any]
 
@@ -71,7 +72,7 @@ def parse_policy(spec: Policy | str | Path) -> Policy:
         return spec
     if isinstance(spec, str) and spec.strip().startswith(STRATEGY):
         return read_strategy(strategy_file(spec)).policy()
-    if isinstance(spec, Path) or spec.endswith((".yaml", ".yml")):
+    if isinstance(spec, Path) or spec.endswith(YAML):
         return read_policy(Path(spec))
     return _preset(*read_options(spec))
 

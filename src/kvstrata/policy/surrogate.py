@@ -69,6 +69,11 @@ def shipped(name: str) -> Path:
     return Path(str(files("kvstrata.policy").joinpath("assets", f"kvzap-{name}-smollm2-135m-instruct")))
 
 
+def folder_of(file: str) -> Path:
+    """The folder that `file` names: that of a shipped surrogate, or one of the user's, which need not be there."""
+    return shipped(file) if file in SHIPPED else Path(file)
+
+
 def read_surrogate(folder: Path) -> SurrogateModel:
     """Read a folder. Raises `SpecError` for one that is not there, or is damaged."""
     try:

@@ -17,7 +17,7 @@ from kvstrata.core import PHASES, LayerShape, Phase, Signals, SpecError
 from kvstrata.policy.policy import Policy, Rule
 from kvstrata.policy.scorers import Scorer
 from kvstrata.policy.select import select
-from kvstrata.policy.spec import parse_policy, read_options
+from kvstrata.policy.spec import YAML, parse_policy, read_options
 from kvstrata.policy.strategy import STRATEGY, Strategy, read_strategy, strategy_file
 from kvstrata_vllm.refusals import PATTERNS, refuse_options, refuse_rules
 from kvstrata_vllm.settings import MOST_CLASSES, Settings
@@ -165,7 +165,7 @@ class LayerClass:
 def read_policy(settings: Settings, block_size: int | None = None) -> tuple[str, Policy]:
     """The name and the policy of a configuration. Raises `SpecError` for what cannot be had in blocks."""
     text = settings.policy.strip()
-    if text.endswith((".yaml", ".yml")) and not text.startswith(STRATEGY):
+    if text.endswith(YAML) and not text.startswith(STRATEGY):
         raise SpecError(f"{text}: vLLM takes a policy's text, as in h2o:budget=25%, or polykv:FILE, not a policy file")
     if text.startswith(STRATEGY):
         _refuse_patterns(text)
