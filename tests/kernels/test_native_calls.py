@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import math
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -184,6 +186,32 @@ def test_blocks_are_checked():
         arena.add(2**31 - 1, k, v)
     with pytest.raises(ValueError, match="no block begins"):
         arena.remove(3)
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists() or not Path("/proc/self/smaps").exists(),
+    reason="a system without huge pages",
+)
+def test_large_blocks_ask_for_huge_pages():
+    arena = _native.Arena("bfloat16", None, 64, 64)
+    k, v = (torch.empty(1024, 64, 64, dtype=torch.bfloat16) for _ in range(2))
+    assert not has_asked(k)
+    assert not has_asked(v)
+    arena.add(0, k, v)
+    assert has_asked(k)
+    assert has_asked(v)
+
+
+def has_asked(block):
+    """Whether the middle of a block lies in memory with the flag of MADV_HUGEPAGE."""
+    middle = block.data_ptr() + block.nbytes // 2
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(bounds[1], 16) <= middle < int(bounds[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            return "hg" in line.split()
+    raise AssertionError("the block is not mapped")
     for codec in ((3, 4, False, True, 64), (4, 4, True, True, 64), (4, 4, False, False, 64), (4, 4, False, True, 7)):
         with pytest.raises(ValueError):
             _native.Arena("bfloat16", codec, 16, 16)

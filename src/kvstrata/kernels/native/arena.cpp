@@ -1,5 +1,9 @@
 #include "arena.h"
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 #include <algorithm>
 #include <limits>
 
@@ -56,6 +60,19 @@ int64_t check_block(const Array& array, const char* name, Scalar scalar, int64_t
   return pages;
 }
 
+// A segment's pages lie anywhere in a block, so with small pages of memory each costs the walk of a table. Where the
+// system gives huge ones on request, it does so from the first touch on, which is why blocks are added before that.
+void ask_for_huge_pages(const Array& array) {
+#if defined(MADV_HUGEPAGE)
+  constexpr uintptr_t HUGE = uintptr_t(2) << 20;
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(array.data), end = begin + array.size() * array.item;
+  const uintptr_t first = (begin + HUGE - 1) / HUGE * HUGE, last = end / HUGE * HUGE;
+  if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);  // else nothing is lost
+#else
+  (void)array;
+#endif
+}
+
 }  // namespace
 
 Arena::Arena(const std::string& dtype, const std::optional<CodecRecord>& codec, int k_dim, int v_dim)
@@ -86,6 +103,8 @@ void Arena::add(int64_t first, const nb::ndarray<>& k, const nb::ndarray<>& v,
   if (overlaps) fail("another block has pages " + std::to_string(first) + " to " + std::to_string(first + count - 1));
   auto block = std::make_shared<Block>(Block{first, count, k_view.data, v_view.data, grid_data, {k, v, {}}});
   if (grid) block->owners[2] = *grid;
+  ask_for_huge_pages(k_view);
+  ask_for_huge_pages(v_view);
   blocks_.insert(after, std::move(block));
 }
 

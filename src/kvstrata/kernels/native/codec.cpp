@@ -8,28 +8,7 @@
 
 namespace kvstrata {
 
-namespace portable {
-extern const CodecKernels CODEC_KERNELS;
-}
-namespace avx2 {
-extern const CodecKernels CODEC_KERNELS;
-}
-namespace avx512 {
-extern const CodecKernels CODEC_KERNELS;
-}
-
 namespace {
-
-const CodecKernels& codec_kernels() {
-  const std::string name = isa();
-#if defined(KVSTRATA_HAS_AVX512)
-  if (name == "avx512") return avx512::CODEC_KERNELS;
-#endif
-#if defined(KVSTRATA_HAS_AVX2)
-  if (name == "avx2") return avx2::CODEC_KERNELS;
-#endif
-  return portable::CODEC_KERNELS;
-}
 
 // Whole pages [n, 64, dim] of numbers with dense rows.
 Array numbers(nb::handle object, const char* name, Scalar scalar, int64_t pages, int dim) {
@@ -76,7 +55,7 @@ int64_t pack(const Arena& arena, nb::handle k, nb::handle v, nb::handle k_codes,
   const int64_t pages = k_rows.shape[0];
   const Array v_rows = numbers(v, "v", scalar_of(f.dtype), pages, f.v_dim);
   const Page to = stored_pages(f, k_codes, v_codes, grid, pages);
-  const CodecKernels& kernels = codec_kernels();
+  const CodecKernels& kernels = *isa().codec;
   nb::gil_scoped_release without_gil;
   const ThreadScratch scratch(kernels.scratch_bytes(f), 1);
   int64_t others = 0;
@@ -93,7 +72,7 @@ void unpack(const Arena& arena, nb::handle k_codes, nb::handle v_codes, nb::hand
   const int64_t pages = k_rows.shape[0];
   const Array v_rows = numbers(v_out, "v_out", Scalar::f32, pages, f.v_dim);
   const Page from = stored_pages(f, k_codes, v_codes, grid, pages);
-  const CodecKernels& kernels = codec_kernels();
+  const CodecKernels& kernels = *isa().codec;
   nb::gil_scoped_release without_gil;
   const ThreadScratch scratch(kernels.scratch_bytes(f), 1);
   for (int64_t i = 0; i < pages; ++i) {

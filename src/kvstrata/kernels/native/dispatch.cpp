@@ -6,41 +6,41 @@
 
 namespace kvstrata {
 
-namespace portable {
-extern const Kernels KERNELS;
-}
-namespace avx2 {
-extern const Kernels KERNELS;
-}
-namespace avx512 {
-extern const Kernels KERNELS;
-}
+#define KVSTRATA_DECLARE(set)              \
+  namespace set {                          \
+  extern const Kernels KERNELS;            \
+  extern const CodecKernels CODEC_KERNELS; \
+  extern const MassKernels MASS_KERNELS;   \
+  extern const EchoKernels ECHO_KERNELS;   \
+  }
+KVSTRATA_DECLARE(portable)
+KVSTRATA_DECLARE(avx2)
+KVSTRATA_DECLARE(avx512)
+#undef KVSTRATA_DECLARE
 
 namespace {
 
-struct Isa {
-  const char* name;
-  const Kernels* kernels;
-  bool runs;
-};
-
-const std::vector<Isa>& table() {
-  static const std::vector<Isa> all = [] {
-    std::vector<Isa> found;
+std::vector<Isa> built() {
+  std::vector<Isa> found;
 #if defined(KVSTRATA_HAS_AVX512)
-    const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-                        __builtin_cpu_supports("avx512vnni");
-    found.push_back({"avx512", &avx512::KERNELS, bool(avx512)});
+  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+                      __builtin_cpu_supports("avx512vnni");
+  found.push_back({"avx512", &avx512::KERNELS, &avx512::CODEC_KERNELS, &avx512::MASS_KERNELS, &avx512::ECHO_KERNELS,
+                   bool(avx512)});
 #endif
 #if defined(KVSTRATA_HAS_AVX2)
-    // every CPU with AVX2 and FMA that was ever sold has F16C, which older compilers cannot ask for
-    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-    found.push_back({"avx2", &avx2::KERNELS, bool(avx2)});
+  // every CPU with AVX2 and FMA that was ever sold has F16C, which older compilers cannot ask for
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  found.push_back({"avx2", &avx2::KERNELS, &avx2::CODEC_KERNELS, &avx2::MASS_KERNELS, &avx2::ECHO_KERNELS, bool(avx2)});
 #endif
-    found.push_back({"portable", &portable::KERNELS, true});
-    return found;
-  }();
+  found.push_back({"portable", &portable::KERNELS, &portable::CODEC_KERNELS, &portable::MASS_KERNELS,
+                   &portable::ECHO_KERNELS, true});
+  return found;
+}
+
+const std::vector<Isa>& table() {
+  static const std::vector<Isa> all = built();
   return all;
 }
 
@@ -73,9 +73,7 @@ std::vector<std::string> isas() {
   return names;
 }
 
-std::string isa() { return chosen().load()->name; }
-
-const Kernels& kernels() { return *chosen().load()->kernels; }
+const Isa& isa() { return *chosen().load(); }
 
 void force_isa(const std::string& name) { chosen().store(find(name)); }
 

@@ -4,19 +4,30 @@
 #include <string>
 #include <vector>
 
+#include "codec.h"
+#include "echo.h"
 #include "kernels.h"
+#include "mass.h"
 
 namespace kvstrata {
+
+// One instruction set: its kernels, and whether this CPU can run them.
+struct Isa {
+  const char* name;
+  const Kernels* attention;
+  const CodecKernels* codec;
+  const MassKernels* mass;
+  const EchoKernels* echo;
+  bool runs;
+};
 
 // Names of the sets that this build has and this CPU can run, best first.
 std::vector<std::string> isas();
 
-std::string isa();
+// The set in use; std::invalid_argument if KVSTRATA_ISA names one that this build or CPU lacks.
+const Isa& isa();
 
-// Kernels of the set in use.
-const Kernels& kernels();
-
-// Take the named set from now on; ValueError if this build or CPU lacks it.
+// Take the named set from now on; std::invalid_argument as above.
 void force_isa(const std::string& name);
 
 }  // namespace kvstrata

@@ -11,28 +11,7 @@
 
 namespace kvstrata {
 
-namespace portable {
-extern const EchoKernels ECHO_KERNELS;
-}
-namespace avx2 {
-extern const EchoKernels ECHO_KERNELS;
-}
-namespace avx512 {
-extern const EchoKernels ECHO_KERNELS;
-}
-
 namespace {
-
-const EchoKernels& echo_kernels() {
-  const std::string name = isa();
-#if defined(KVSTRATA_HAS_AVX512)
-  if (name == "avx512") return avx512::ECHO_KERNELS;
-#endif
-#if defined(KVSTRATA_HAS_AVX2)
-  if (name == "avx2") return avx2::ECHO_KERNELS;
-#endif
-  return portable::ECHO_KERNELS;
-}
 
 void echo(nb::handle q, nb::handle k, nb::handle base, nb::handle best_out, double scale, int64_t low, int64_t high,
           int64_t before, int64_t skip, double softcap, int threads) {
@@ -47,7 +26,7 @@ void echo(nb::handle q, nb::handle k, nb::handle base, nb::handle best_out, doub
     fail("low to high must be 1 to " + std::to_string(ECHO_WIDTH) + " offsets within the keys");
   }
   if (before < 0 || before > keys || skip < 0 || skip > keys) fail("before and skip must be 0 to the number of keys");
-  const EchoKernels& kernels = echo_kernels();
+  const EchoKernels& kernels = *isa().echo;
   nb::gil_scoped_release without_gil;
 
   const auto of = [&](int64_t segment) {

@@ -14,32 +14,11 @@
 
 namespace kvstrata {
 
-namespace portable {
-extern const MassKernels MASS_KERNELS;
-}
-namespace avx2 {
-extern const MassKernels MASS_KERNELS;
-}
-namespace avx512 {
-extern const MassKernels MASS_KERNELS;
-}
-
 namespace {
 
 constexpr int64_t LSE_ROWS = 256;  // queries x group of one item: packing the keys again for each then costs little
 constexpr int64_t FEW_ITEMS = 64, LEAST_RANGE = 1024, MOST_RANGES = 8;
 constexpr double LOG2_E = 1.4426950408889634;
-
-const MassKernels& mass_kernels() {
-  const std::string name = isa();
-#if defined(KVSTRATA_HAS_AVX512)
-  if (name == "avx512") return avx512::MASS_KERNELS;
-#endif
-#if defined(KVSTRATA_HAS_AVX2)
-  if (name == "avx2") return avx2::MASS_KERNELS;
-#endif
-  return portable::MASS_KERNELS;
-}
 
 int64_t parts(int64_t n, int64_t size) { return (n + size - 1) / size; }
 
@@ -72,7 +51,7 @@ void column_lse(nb::handle q, nb::handle k, nb::handle lse_out, double scale, do
     expect_contiguous(array, "sinks");
     sink = array.as<float>();
   }
-  const MassKernels& kernels = mass_kernels();
+  const MassKernels& kernels = *isa().mass;
   nb::gil_scoped_release without_gil;
 
   const int64_t segments = in.batch * in.heads, queries = in.first.queries, keys = in.first.keys;
@@ -104,7 +83,7 @@ void column_mass(nb::handle q, nb::handle k, nb::handle lse, nb::handle mass_out
   expect(out, "mass_out", Scalar::f32, {in.batch, in.heads, keys});
   expect_contiguous(out, "mass_out");
   if (!std::isfinite(decay)) fail("decay must be finite");
-  const MassKernels& kernels = mass_kernels();
+  const MassKernels& kernels = *isa().mass;
   nb::gil_scoped_release without_gil;
 
   std::vector<float> weights(queries);

@@ -17,7 +17,7 @@ uint64_t read_all(nb::handle buffer, int threads) {
   expect_contiguous(array, "buffer");
   if (threads < 1 || threads > MAX_THREADS) fail("threads must be 1 to " + std::to_string(MAX_THREADS));
   const int64_t bytes = array.size() * array.item, share = int64_t(1) << 20;
-  const auto read_bytes = kernels().read;
+  const auto read_bytes = isa().attention->read;
   std::atomic<uint64_t> total{0};
   nb::gil_scoped_release without_gil;
   if (threads == 1) return read_bytes(array.data, bytes);
@@ -35,8 +35,8 @@ NB_MODULE(_native, m) {
   using namespace kvstrata;
   nb::set_leak_warnings(false);  // caches in modules live until the interpreter ends
   m.attr("PAGE") = PAGE;
-  kernels();  // a wrong KVSTRATA_ISA fails here
-  m.def("isa", &isa);
+  isa();  // a wrong KVSTRATA_ISA fails here
+  m.def("isa", [] { return isa().name; });
   m.def("isas", &isas);
   m.def("_force_isa", &force_isa, "name"_a);
   m.def("read", &read_all, "buffer"_a, "threads"_a = 1);

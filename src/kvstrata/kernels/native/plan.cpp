@@ -93,7 +93,7 @@ class Plan {
 
 Plan::Plan(const Call& call, Piece piece)
     : call_(call),
-      kernels_(kernels()),
+      kernels_(*isa().attention),
       piece_(piece),
       max_rows_(int((piece.last - piece.first) * call.group)),
       acc_stride_(round_up(call.v_dim, ACC_ALIGN)),

@@ -194,7 +194,7 @@ std::pair<int64_t, int64_t> code_units(Arena* arena, Pages* exact, nb::handle ta
   if (exact->segments() != to.segments()) fail("exact pages and table must have equally many segments");
   std::vector<Coming> coming(to.segments());
   std::vector<std::vector<Page>> all(to.segments());
-  const auto load = kernels().load;
+  const auto load = isa().attention->load;
   size_t hint = 0;
   int64_t others = 0, grown = 0;
   const int64_t k_row = int64_t(f.k_dim) * item_size(f.dtype), v_row = int64_t(f.v_dim) * item_size(f.dtype);
