@@ -79,6 +79,21 @@ def test_rows_have_memory_of_their_own():
             assert made.cache.nbytes.reserved >= 3 * row
 
 
+@pytest.mark.parametrize(
+    "policy", ["full:codec=int8,exact=64", "full:codec=k2v2,exact=64", "snapkv:budget=150,codec=int4,exact=64"]
+)
+def test_rows_have_codes_of_their_own(policy):
+    model = tiny()
+    read, live = contenders.read_prompt(model, prompt(200)), []
+    for rows in (1, 3):
+        with ExitStack() as stack:
+            made = contenders.ours(model, read, rows, policy, stack)
+            live.append(made.cache.nbytes.live)
+            logits = made.step(read.first, rows)
+            assert torch.allclose(logits, logits[:1].expand(rows, -1), atol=1e-6)
+    assert live[1] == 3 * live[0]
+
+
 def test_bytes_of_cache_layers_are_those_of_their_tensors():
     cache = DynamicCache(config=tiny().config)
     with torch.no_grad():

@@ -113,10 +113,15 @@ class Arena:
         """Fill these pages with what `read` gives."""
         write_pages(self.blocks, pages, k, v, grid)
 
-    def copy_page(self, source: int, target: int) -> None:
-        """Copy everything of one page to another."""
-        k, v, grid = self.read([source])
-        self.write([target], k, v, grid)
+    def own(self, pages: Sequence[int]) -> list[int]:
+        """The same pages for one user alone: copies in place of shared ones, which are let go of."""
+        found = list(pages)
+        shared = [i for i, page in enumerate(pages) if self.is_shared(page)]
+        for i, mine in zip(shared, self.take(len(shared), together=False), strict=True):
+            self.write([mine], *self.read([pages[i]]))
+            self.give([pages[i]])
+            found[i] = mine
+        return found
 
     def _mark(self, block: Block, taken: bytearray, places: Iterable[int]) -> list[int]:
         pages: list[int] = []

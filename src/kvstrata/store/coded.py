@@ -145,6 +145,11 @@ class CodedTier:
         """Count another user for every page: a copy of this tier."""
         self.arena.share(page for pages in self.pages for page in pages)
 
+    def unshare(self) -> None:
+        """Give every kv segment pages of its own."""
+        self.pages = [self.arena.own(pages) for pages in self.pages]
+        self._changed()
+
     def change(
         self, fate: Tensor, exact: ExactTier, chosen: Tensor, stays: Tensor, account: Account
     ) -> Restored | None:

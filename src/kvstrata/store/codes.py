@@ -136,9 +136,4 @@ class Codes:
     def _own(self, segments: Sequence[int]) -> None:
         """Copy those pages of these kv segments that have other users, so that they may be written to."""
         for s in segments:
-            for i, page in enumerate(self.pages[s]):
-                if self.arena.is_shared(page):
-                    [mine] = self.arena.take(1, together=False)
-                    self.arena.copy_page(page, mine)
-                    self.pages[s][i] = mine
-                    self.arena.give([page])
+            self.pages[s] = self.arena.own(self.pages[s])

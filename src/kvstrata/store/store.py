@@ -392,6 +392,8 @@ class LayerStore:
         self.settle_account()
 
     def unshare(self) -> None:
-        """Give every row exact pages of its own, as if it had been fed alone."""
+        """Give every row pages of its own, as if it had been fed alone."""
         self._exact.unshare()
+        for tier in self.coded.values():
+            tier.unshare()
         self.settle_account()

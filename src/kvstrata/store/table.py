@@ -160,14 +160,12 @@ class PageTable:
 
     def own(self, segment: int, places: Iterable[int]) -> None:
         """Copy those of a segment's pages at `places` that have other users, so that they may be written to."""
-        for place in places:
-            page = self.pages[segment][place]
-            if self.arena.is_shared(page):
-                [mine] = self.arena.take(1, together=False)
-                self.arena.copy_page(page, mine)
-                self.pages[segment][place] = mine
-                self.arena.give([page])
-                self._view = None
+        pages = self.pages[segment]
+        shared = [place for place in places if self.arena.is_shared(pages[place])]
+        if shared:
+            for place, mine in zip(shared, self.arena.own([pages[place] for place in shared]), strict=True):
+                pages[place] = mine
+            self._view = None
 
     def select(self, segments: Sequence[int]) -> None:
         """Make segment i what segment segments[i] is now, sharing its pages."""
