@@ -186,6 +186,13 @@ def test_blocks_are_checked():
         arena.add(2**31 - 1, k, v)
     with pytest.raises(ValueError, match="no block begins"):
         arena.remove(3)
+    for codec in ((3, 4, False, True, 64), (4, 4, True, True, 64), (4, 4, False, False, 64), (4, 4, False, True, 7)):
+        with pytest.raises(ValueError):
+            _native.Arena("bfloat16", codec, 16, 16)
+    with pytest.raises(ValueError, match="multiples of 16"):
+        _native.Arena("bfloat16", INT8, 16, 24)
+    with pytest.raises(ValueError, match="dtype"):
+        _native.Arena("float64", None, 16, 16)
 
 
 @pytest.mark.skipif(
@@ -212,13 +219,6 @@ def has_asked(block):
         elif inside and line.startswith("VmFlags:"):
             return "hg" in line.split()
     raise AssertionError("the block is not mapped")
-    for codec in ((3, 4, False, True, 64), (4, 4, True, True, 64), (4, 4, False, False, 64), (4, 4, False, True, 7)):
-        with pytest.raises(ValueError):
-            _native.Arena("bfloat16", codec, 16, 16)
-    with pytest.raises(ValueError, match="multiples of 16"):
-        _native.Arena("bfloat16", INT8, 16, 24)
-    with pytest.raises(ValueError, match="dtype"):
-        _native.Arena("float64", None, 16, 16)
 
 
 def test_memory_lives_as_long_as_its_block():
