@@ -50,8 +50,10 @@ class Case:
             block = self.k, self.v, torch.empty(total, 0, dtype=self.dtype)
         else:
             block = self.coded(dim, total)
-        self.arena.add(0, *block)
-        self.block = block  # the bytes that attention reads
+        self.block = tuple(torch.empty_like(part) for part in block)  # the bytes that attention reads
+        self.arena.add(0, *self.block)  # before they are touched, as a store does
+        for mine, part in zip(self.block, block, strict=True):
+            mine.copy_(part)
         self.table = torch.randperm(total, dtype=torch.int32).view(segments, pages)
         self.lengths = torch.full((segments,), entries, dtype=torch.int32)
         self.own = _native.Arena(NAMES[self.dtype], None, dim, dim)

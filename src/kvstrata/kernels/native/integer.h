@@ -70,7 +70,7 @@ KVSTRATA_INLINE void dots(const char* codes, int64_t width, int groups, const ch
   }
 }
 
-constexpr int vectors_at_once(int rows) { return LANES < 16 ? (rows == 1 ? 4 : 2) : rows <= 2 ? 4 : 2; }
+constexpr int vectors_at_once(int rows) { return LANES < 16 ? (rows == 1 ? 4 : 2) : rows <= 3 ? 4 : 2; }
 
 // s[r, t] for the slots first .. first + count - 1 that share a key grid.
 template <int BITS, int R>

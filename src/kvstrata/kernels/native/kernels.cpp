@@ -34,63 +34,93 @@ void exact_values(const char* v, const Format& f, int n, const Item& item, const
   });
 }
 
-void coded_scores(const Page& page, const Format& f, int n, int rows, const Scratch& scratch, float* s, Prefetch next) {
-  const Grid grid(f, scratch.grid);
+void coded_scores(const Page& page, const Format& f, int n, int rows, const Scratch& scratch, const Grid& grid,
+                  float* s, Prefetch next) {
   if (integer_scores(page.k, f, n, rows, grid, scratch, s, next)) return;
   decode_keys(f, page.k, grid, scratch.decoded);
   const char* keys = reinterpret_cast<const char*>(scratch.decoded);
   exact_scores<DType::f32>(keys, f, n, rows, scratch.q, scratch.q_stride, s, next);
 }
 
-void coded_values(const Page& page, const Format& f, int n, const Item& item, const Scratch& scratch, const float* p,
-                  Prefetch next) {
-  const Grid grid(f, scratch.grid);
+void coded_values(const Page& page, const Format& f, int n, const Item& item, const Scratch& scratch, const Grid& grid,
+                  const float* p, Prefetch next) {
   if (integer_values(page.v, f, item, grid, scratch, p, next)) return;
   decode_values(f, page.v, grid, scratch.decoded);
   exact_values<DType::f32>(reinterpret_cast<const char*>(scratch.decoded), f, n, item, p, next);
 }
 
-// s[r, t] = q[r] . k[t] of the first n entries of a page. Meanwhile its values are asked for.
-void page_scores(const Page& page, const Format& f, int n, int rows, const Scratch& scratch, float* s) {
-  const Prefetch next{page.v, page.v + f.v_bytes()};
-  if (f.coded) {
-    Grid(f, scratch.grid).read(f, page.grid);
-    coded_scores(page, f, n, rows, scratch, s, next);
-  } else {
-    with_dtype(f.dtype, [&](auto dtype) {
-      exact_scores<dtype()>(page.k, f, n, rows, scratch.q_exact, scratch.q_stride, s, next);
-    });
+// Pages of one tier that go through the phases together.
+struct Group {
+  int count = 0;
+  int64_t at[PAGES_AT_ONCE];  // pages of the tier
+  float* s[PAGES_AT_ONCE];    // [rows, PAGE], scores and then p
+};
+
+Prefetch keys_of(const Page& page, const Format& f) {
+  for (int64_t at = 0; at < f.grid_bytes(); at += 64) prefetch(page.grid + at);
+  return {page.k, page.k + f.k_bytes()};
+}
+
+// s[r, t] = q[r] . k[t] of the first n entries of every page. Meanwhile what comes next is asked for.
+void group_scores(const Group& group, const Entries& tier, int rows, const Scratch& scratch) {
+  const Format& f = tier.format;
+  for (int i = 0; i < group.count; ++i) {
+    const Page &page = tier.pages[group.at[i]], &first = tier.pages[group.at[0]];
+    const Prefetch next =
+        i + 1 < group.count ? keys_of(tier.pages[group.at[i + 1]], f) : Prefetch{first.v, first.v + f.v_bytes()};
+    if (f.coded) {
+      Grid grid(f, scratch.grid + i * scratch.grid_stride);
+      grid.read(f, page.grid);
+      coded_scores(page, f, page.entries, rows, scratch, grid, group.s[i], next);
+    } else {
+      with_dtype(f.dtype, [&](auto dtype) {
+        exact_scores<dtype()>(page.k, f, page.entries, rows, scratch.q_exact, scratch.q_stride, group.s[i], next);
+      });
+    }
   }
 }
 
-// acc[r] += sum over the first n entries of p[r, t] * v[t]. Meanwhile the keys of the next page are asked for.
-void page_values(const Page& page, const Page* next_page, const Format& f, int n, const Item& item,
-                 const Scratch& scratch, const float* p) {
-  Prefetch next{nullptr, nullptr};
-  if (next_page) {
-    next = {next_page->k, next_page->k + f.k_bytes()};
-    for (int64_t at = 0; at < f.grid_bytes(); at += 64) prefetch(next_page->grid + at);
-  }
-  if (f.coded) {
-    coded_values(page, f, n, item, scratch, p, next);
-  } else {
-    with_dtype(f.dtype, [&](auto dtype) { exact_values<dtype()>(page.v, f, n, item, p, next); });
+// acc[r] += sum over the entries of every page of p[r, t] * v[t]. `after` is the page whose keys are read next, or null.
+void group_values(const Group& group, const Entries& tier, const Page* after, const Item& item,
+                  const Scratch& scratch) {
+  const Format& f = tier.format;
+  for (int i = 0; i < group.count; ++i) {
+    const Page& page = tier.pages[group.at[i]];
+    Prefetch next{nullptr, nullptr};
+    if (i + 1 < group.count) {
+      const Page& following = tier.pages[group.at[i + 1]];
+      next = {following.v, following.v + f.v_bytes()};
+    } else if (after) {
+      next = keys_of(*after, f);
+    }
+    if (f.coded) {
+      const Grid grid(f, scratch.grid + i * scratch.grid_stride);
+      coded_values(page, f, page.entries, item, scratch, grid, group.s[i], next);
+    } else {
+      with_dtype(f.dtype, [&](auto dtype) {
+        exact_values<dtype()>(page.v, f, page.entries, item, group.s[i], next);
+      });
+    }
   }
 }
 
-// Turn the scores of page `at` of a tier into probabilities, row by row.
-void softmax(const Item& item, const Entries& tier, bool own, int64_t at, float* s) {
-  const int64_t first = at * PAGE;
+// Turn scores of a tier's pages into probabilities, row by row.
+void softmax(const Item& item, const Entries& tier, bool own, const Group& group) {
   for (int r = 0; r < item.rows; ++r) {
     const int query = r / item.group;
-    float* row = s + r * PAGE;
-    if (item.softcap > 0) soften(item.softcap, row);
-    const int64_t seen = tier.length - (own ? item.oldest_age - query : 0) - first, most = tier.pages[at].entries;
-    const int n = int(seen < 0 ? 0 : seen < most ? seen : most);
-    if (n < PAGE || item.after) {
-      hide(row, n, item.after ? tier.positions + first : nullptr, item.after ? item.after[query] : 0);
+    float* rows[PAGES_AT_ONCE];
+    for (int i = 0; i < group.count; ++i) {
+      const int64_t first = group.at[i] * PAGE;
+      float* row = rows[i] = group.s[i] + r * PAGE;
+      if (item.softcap > 0) soften(item.softcap, row);
+      const int64_t seen = tier.length - (own ? item.oldest_age - query : 0) - first;
+      const int64_t most = tier.pages[group.at[i]].entries;
+      const int n = int(seen < 0 ? 0 : seen < most ? seen : most);
+      if (n < PAGE || item.after) {
+        hide(row, n, item.after ? tier.positions + first : nullptr, item.after ? item.after[query] : 0);
+      }
     }
-    soft_maximum(row, item.max[r], item.sum[r], item.acc + r * item.acc_stride, item.acc_stride);
+    soft_maximum(rows, group.count, item.max[r], item.sum[r], item.acc + r * item.acc_stride, item.acc_stride);
   }
 }
 
@@ -106,6 +136,20 @@ void begin(const Item& item, const Scratch& scratch) {
   }
 }
 
+// The next pages of a tier that hold entries, from `at` on, which moves behind them; `page` counts those of tiers before.
+Group take_pages(const Item& item, const Entries& tier, int64_t page, int64_t& at, const Scratch& scratch) {
+  Group group;
+  const int64_t count = tier.page_count();
+  for (; at < count && page + at < item.last && group.count < pages_at_once(item.rows); ++at) {
+    if (tier.pages[at].entries == 0) continue;
+    group.at[group.count] = at;
+    group.s[group.count] = item.p ? item.p + (page + at - item.first) * item.rows * PAGE
+                                  : scratch.s + int64_t(group.count) * item.rows * PAGE;
+    ++group.count;
+  }
+  return group;
+}
+
 void attend(const Item& item) {
   const Scratch scratch(item.scratch, item.rows, item.tiers[0].format.k_dim, item.tiers[0].format.v_dim);
   begin(item, scratch);
@@ -113,18 +157,15 @@ void attend(const Item& item) {
   for (int i = 0; i < item.tier_count; ++i) {
     const Entries& tier = item.tiers[i];
     const int64_t count = tier.page_count();
-    for (int64_t at = item.first > page ? item.first - page : 0; at < count && page + at < item.last; ++at) {
-      const int64_t done = page + at - item.first;
-      const int n = tier.pages[at].entries;
-      if (n == 0) continue;
-      float* s = item.p ? item.p + done * item.rows * PAGE : scratch.s;
-      page_scores(tier.pages[at], tier.format, n, item.rows, scratch, s);
-      softmax(item, tier, i == 0, at, s);
-      if (item.p) {
-        for (int r = 0; r < item.rows; ++r) item.p_max[done * item.rows + r] = item.max[r];
+    for (int64_t at = item.first > page ? item.first - page : 0; at < count && page + at < item.last;) {
+      const Group group = take_pages(item, tier, page, at, scratch);
+      if (group.count == 0) break;
+      group_scores(group, tier, item.rows, scratch);
+      softmax(item, tier, i == 0, group);
+      for (int j = 0; item.p && j < group.count; ++j) {
+        std::memcpy(item.p_max + (page + group.at[j] - item.first) * item.rows, item.max, item.rows * sizeof(float));
       }
-      const bool more = at + 1 < count && page + at + 1 < item.last;
-      page_values(tier.pages[at], more ? &tier.pages[at + 1] : nullptr, tier.format, n, item, scratch, s);
+      group_values(group, tier, at < count && page + at < item.last ? &tier.pages[at] : nullptr, item, scratch);
     }
     page += count;
   }

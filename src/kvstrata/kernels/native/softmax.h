@@ -1,4 +1,4 @@
-// From the scores of one page to probabilities, relative to the largest score so far.
+// From the scores of some pages to probabilities, relative to the largest score so far.
 #pragma once
 
 #include "kernels.h"
@@ -24,30 +24,37 @@ inline void hide(float* s, int n, const int32_t* positions, int32_t after) {
   for (int t = n < 0 ? 0 : n; t < PAGE; ++t) s[t] = -__builtin_inff();
 }
 
-// Scores of a page become p relative to max; what was summed relative to an older max is brought to the new one.
-inline void soft_maximum(float* s, float& max, float& sum, float* acc, int64_t acc_dim) {
-  Vec top = load(s);
-  for (int t = LANES; t < PAGE; t += LANES) top = maximum(top, load(s + t));
-  const float page_max = reduce_max(top);
-  if (page_max > max) {
-    const float factor = max == -__builtin_inff() ? 0.0f : exp2(max - page_max);
+// One row's scores of `count` pages become p relative to max; what was summed relative to an older max is brought to the
+// new one.
+inline void soft_maximum(float* const* pages, int count, float& max, float& sum, float* acc, int64_t acc_dim) {
+  Vec top = load(pages[0]);
+  for (int i = 0; i < count; ++i) {
+    for (int t = 0; t < PAGE; t += LANES) top = maximum(top, load(pages[i] + t));
+  }
+  const float largest = reduce_max(top);
+  if (largest > max) {
+    const float factor = max == -__builtin_inff() ? 0.0f : exp2(max - largest);
     for (int64_t d = 0; d < acc_dim; d += LANES) store(acc + d, load(acc + d) * set(factor));
     sum *= factor;
-    max = page_max;
+    max = largest;
   }
   if (max == -__builtin_inff()) {  // nothing seen yet: -inf - -inf would be NaN
     bool nothing = true;
-    for (int t = 0; t < PAGE; ++t) nothing = nothing && s[t] == max;
+    for (int i = 0; i < count; ++i) {
+      for (int t = 0; t < PAGE; ++t) nothing = nothing && pages[i][t] == max;
+    }
     if (nothing) {
-      for (int t = 0; t < PAGE; ++t) s[t] = 0.0f;
+      for (int i = 0; i < count; ++i) std::memset(pages[i], 0, PAGE * sizeof(float));
       return;
     }
   }
   Vec total = {};
-  for (int t = 0; t < PAGE; t += LANES) {
-    const Vec p = exp2(load(s + t) - set(max));
-    total = total + p;
-    store(s + t, p);
+  for (int i = 0; i < count; ++i) {
+    for (int t = 0; t < PAGE; t += LANES) {
+      const Vec p = exp2(load(pages[i] + t) - set(max));
+      total = total + p;
+      store(pages[i] + t, p);
+    }
   }
   sum += reduce_add(total);
 }
