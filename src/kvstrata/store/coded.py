@@ -289,11 +289,16 @@ class PageTier(CodedTier):
         left = by_page.sum(dim=-1)
         outside = (left == 0).to(torch.uint8).argsort(dim=-1, stable=True)  # pages with survivors first
         fills: list[list[int]] = left.flatten(0, 1).repeat_interleave(self._served, dim=0).tolist()
-        for s, (pages, before, after) in enumerate(zip(self.pages, self._fills, fills, strict=True)):
-            for place, page in enumerate(pages):
-                if 0 < after[place] < before[place]:
-                    order = inside.flatten(0, 1)[s // self._served, place]
-                    pages[place] = self._shuffle(page, order)
+        touched = [
+            (s, place)
+            for s, (before, after) in enumerate(zip(self._fills, fills, strict=True))
+            for place, fill in enumerate(before)
+            if 0 < after[place] < fill
+        ]
+        if touched:
+            served = [s // self._served for s, _ in touched]
+            self._shuffle(touched, inside.flatten(0, 1)[served, [place for _, place in touched]])
+        for s, (pages, after) in enumerate(zip(self.pages, fills, strict=True)):
             stays = [place for place in range(len(pages)) if after[place]]
             self.arena.give(page for place, page in enumerate(pages) if not after[place])
             self.pages[s], self._fills[s] = [pages[i] for i in stays], [after[i] for i in stays]
@@ -302,14 +307,12 @@ class PageTier(CodedTier):
         room = max(map(len, self.pages), default=0) * PAGE
         self.columns.gather(slots.flatten(2)[:, :, :room], room)
 
-    def _shuffle(self, page: int, order: Tensor) -> int:
-        """Let slot j of a page be what slot order[j] was; return the page, a copy where others use it too."""
-        f = self.arena.format
-        [moved] = self.arena.take(1, together=False) if self.arena.is_shared(page) else [page]
-        self.arena.write([moved], *packing.reorder(f, *self.arena.read([page]), order[None]))
-        if moved != page:
-            self.arena.give([page])
-        return moved
+    def _shuffle(self, places: Sequence[tuple[int, int]], order: Tensor) -> None:
+        """Let slot j of page i of `places`, (segment, place), be what its slot order[i, j] was."""
+        pages = self.arena.own([self.pages[s][place] for s, place in places])
+        self.arena.write(pages, *packing.reorder(self.arena.format, *self.arena.read(pages), order))
+        for (s, place), page in zip(places, pages, strict=True):
+            self.pages[s][place] = page
 
     def refill(self, fills: Sequence[Sequence[int]]) -> None:
         """Set the entries of pages that were put here."""
