@@ -185,6 +185,7 @@ policy:
         ("tova, budget: 20", "tova, budget: 0", "line 7: L2, prefill: write full, or"),
         ("decode: full}\n    L2", "decod: full}\n    L2", "line 6: L0-L1 needs exactly"),
         ("layers: 3", "layers: three", "line 2: model.layers must be"),
+        ("L2:", "L0-L1:", "'L0-L1' is given twice in line 6"),
         ("model:", "modle:", "line 2: unknown key 'modle'"),
         ("  plan:\n", "  plan: []\n  more:\n", "line 5|line 4|line 6"),
     ],
@@ -249,6 +250,11 @@ def test_memory_follows_the_layers_budgets_and_other_models_are_refused(tmp_path
         assert [len(cache.entries(layer)) for layer in range(3)] == [32, 20, 56]
     with pytest.raises(SpecError, match="another model"):
         kvstrata.compress(tiny("qwen2"), f"polykv:{tmp_path / 's.yaml'}").__enter__()
+    (tmp_path / "four.yaml").write_text(
+        TEXT.replace("layers: 3", "layers: 4").replace("L2:", "L2-L3:").replace("60", "80")
+    )
+    with pytest.raises(SpecError, match="for 4 layers, but the model has 3"):
+        kvstrata.compress(tiny(), f"polykv:{tmp_path / 'four.yaml'}").__enter__()
 
 
 @pytest.mark.parametrize("mean", SHIPPED)

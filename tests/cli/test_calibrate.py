@@ -16,6 +16,14 @@ def text(tmp_path):
     return tmp_path / "book.txt"
 
 
+def test_texts_of_one_name_are_not_told_apart(folder, text, tmp_path):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / text.name).write_text(text.read_text())
+    both = ("--text", text, "--text", tmp_path / "other" / text.name)
+    done = kvstrata("calibrate", "heads", "--model", folder, *both, "--out", tmp_path / "heads.json")
+    assert "another text is named book.txt" in str(done.exception)
+
+
 def test_heads(folder, text, tmp_path):
     out = tmp_path / "heads.json"
     options = ("--model", folder, "--text", text, "--documents", 2, "--length", 100, "--levels", "25%,50%")

@@ -61,6 +61,7 @@ def test_confidence_and_isolation(folder, text, tmp_path):
         (("fmm", "--documents", 99), "fewer --documents"),
         (("fmm", "--policy", "h3o"), "no policy named 'h3o'"),
         (("isolation", "--policy", "h2o", *SMALL), "does not follow confidence"),
+        (("confidence", "--own-words", "--length", 32, "--steps", 16), "larger --length"),
     ],
 )
 def test_what_cannot_be_diagnosed_is_an_error_that_helps(folder, text, tmp_path, arguments, message):

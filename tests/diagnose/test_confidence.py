@@ -79,14 +79,15 @@ def test_a_trace_has_the_attention_of_a_full_cache():
     ids = prompt(30)[0].tolist()
     found = trace(tiny(), ["window:budget=8"], ids, 20, every=4)["window:budget=8"]
     assert len(found) == 3
-    assert found[0].mass.shape == (10, 30)
-    assert torch.allclose(found[0].mass.sum(dim=1), torch.ones(10), atol=1e-4)
+    assert found[0].mass.shape == (10, 2, 30)
+    assert torch.allclose(found[0].mass.sum(dim=2), torch.ones(10, 2), atol=1e-4)
     eager = tiny().__class__(copy.deepcopy(tiny().config))
     eager.load_state_dict(tiny().state_dict())
     eager.eval().set_attn_implementation("eager")
     weights = eager(torch.tensor(ids)[None], output_attentions=True).attentions
     for layer in range(3):
-        assert torch.allclose(found[layer].mass, weights[layer][0].mean(dim=0)[20:], atol=1e-4)
+        of_groups = weights[layer][0].unflatten(0, (2, -1)).mean(dim=1).transpose(0, 1)[20:]  # [S, H, T]
+        assert torch.allclose(found[layer].mass, of_groups, atol=1e-4)
         assert found[layer].events.tolist() == [0, 4, 8]
         kept = found[layer].tier[1].nonzero().flatten().tolist()
         assert kept == list(range(16, 24))

@@ -1,12 +1,14 @@
 """Formulas of drift on traces made by hand."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from kvstrata.core import Tier
-from kvstrata.diagnose.drift import Band, chosen_exact, chosen_oracle, churn, future_missed_mass, reactivation
+from kvstrata.diagnose.drift import Band, Episodes, chosen_exact, chosen_oracle, churn, future_missed_mass, reactivation
+from kvstrata.diagnose.measure import resampled
 from kvstrata.diagnose.traces import Trace
 
 EXACT, CODED, DROP = int(Tier.EXACT), int(Tier.INT2), int(Tier.DROP)
@@ -14,9 +16,8 @@ EXACT, CODED, DROP = int(Tier.EXACT), int(Tier.INT2), int(Tier.DROP)
 
 def made(mass, tier, prompt, every=1):
     tier = torch.tensor(tier, dtype=torch.uint8)
-    return Trace(
-        torch.zeros(len(mass[0])), torch.tensor(mass), tier, (tier > 0).float(), torch.arange(len(tier)) * every, prompt
-    )
+    mass, kept = torch.tensor(mass)[:, None], (tier > 0)[:, None]  # one head
+    return Trace(torch.zeros(mass.shape[2]), mass, tier, kept, torch.arange(len(tier)) * every, prompt)
 
 
 def test_nothing_is_missed_where_nothing_is_dropped():
@@ -40,10 +41,21 @@ def test_a_token_that_is_not_there_yet_is_not_missed():
     assert future_missed_mass(trace, horizon=2, sinks=0) == 0
 
 
-def test_a_head_that_keeps_a_token_counts_for_its_share():
-    trace = made([[0.5, 0.5]], [[EXACT, EXACT]], prompt=2)
-    trace.kept[0, 1] = 0.25
-    assert future_missed_mass(trace, horizon=1, sinks=0) == pytest.approx(0.375)
+def test_a_head_misses_what_its_own_queries_ask_for():
+    """Head 0 asks for token 0 and keeps only that, head 1 for token 1; then each keeps the other's."""
+    mass = torch.eye(2)[None]
+    each = Trace(torch.zeros(2), mass, torch.full((1, 2), EXACT), torch.eye(2).bool()[None], torch.zeros(1).long(), 2)
+    assert future_missed_mass(each, horizon=1, sinks=0) == 0
+    other = replace(each, kept=~each.kept)
+    assert future_missed_mass(other, horizon=1, sinks=0) == 1
+
+
+def test_the_interval_of_a_ratio_of_sums_holds_the_ratio():
+    """One long document where nothing comes back, and seven short ones where half does."""
+    documents = [Episodes(1000, 0), *[Episodes(2, 1)] * 7]
+    low, high = resampled(documents, lambda drawn: sum(e.rescued for e in drawn) / sum(e.eligible for e in drawn))
+    assert low <= 7 / 1014 <= high
+    assert high > 0.4, "where the long one is not drawn"
 
 
 BAND = Band(sinks=0, local=0, window=2)

@@ -1,5 +1,6 @@
 """What a policy's files say is part of a result, and none of them was made from what it is judged on."""
 
+import gzip
 import json
 
 import pytest
@@ -32,9 +33,9 @@ def surrogate(tmp_path):
     return write
 
 
-def heads(path, share):
+def heads(path, share, data=()):
     level = {"kept": [[share, share]] * 3}
-    path.write_text(json.dumps({"format": 1, "model": "", "data": [], "levels": {"0.25": level}}))
+    path.write_text(json.dumps({"format": 1, "model": "", "data": list(data), "levels": {"0.25": level}}))
     return f"snapkv:heads={path}"
 
 
@@ -52,19 +53,36 @@ def test_the_content_of_a_policy_follows_its_files(surrogate, tmp_path):
     surrogate(3.0)
     assert content(str(file)) != named
     assert content("polykv:256") != content("polykv:128")
+    assert content("qevict:heads=each") is None, "an option of its own, no file"
 
 
 def test_what_a_policy_was_made_from_is_no_haystack(surrogate, folder, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("It is a truth universally acknowledged. " * 200)
-    mine = surrogate(1.0, text.read_text())
-    check_unread(mine, digest("another"))
-    with pytest.raises(InputError, match="made from the text"):
-        check_unread(mine, digest(text.read_text()))
+    mine, read = surrogate(1.0, text.read_text()), {digest(text.read_text())}
+    check_unread(mine, {digest("another")})
+    with pytest.raises(InputError, match="made from a text"):
+        check_unread(mine, read)
+    for name in ("heads.json", "heads"):  # whatever it is called, and where another file names it
+        shared = heads(tmp_path / name, 0.25, [{"name": "a", "sha256": digest(text.read_text())}])
+        file = tmp_path / "mine.yaml"
+        file.write_text(f"policy: h2o\nheads: {tmp_path / name}\n")
+        for policy in (shared, str(file)):
+            check_unread(policy, {digest("another")})
+            with pytest.raises(InputError, match="made from a text"):
+                check_unread(policy, read)
     results = Results(tmp_path / "results")
     judge = worker(folder, settings=Settings(1, 128, haystack=text))
     with results.writing(), pytest.raises(InputError, match="give another --haystack"):
         plan(judge, results, choose(["ppl"]), ask([mine], [], controls=False), "context")
+
+
+def test_what_a_policy_was_made_from_is_no_data_either(surrogate, folder, data, tmp_path):
+    [traces] = (data / "agent").iterdir()
+    mine, results = surrogate(1.0, gzip.decompress(traces.read_bytes()).decode()), Results(tmp_path / "results")
+    judge = worker(folder, settings=Settings(1, 2048, data=data))
+    with results.writing(), pytest.raises(InputError, match="or --data"):
+        plan(judge, results, choose(["agent"]), ask([mine], [], controls=False), "context")
 
 
 def test_logits_that_generate_processes_are_not_asked_for(folder, tmp_path):

@@ -27,6 +27,7 @@ def test_every_stack_s_full_cache_runs_too_and_a_press_at_every_budget():
         ("quantized:full", None),
         ("quantized:bits=2", None),
     ]
+    assert peers.parse("kvpress:full", ["50%"]) == [("kvpress:full", None)]
     assert peers.read("quantized:bits=2") == ("quantized", {"backend": "quanto", "bits": "2"})
     with pytest.raises(InputError, match="there are: kvpress, quantized"):
         peers.parse("vllm", [])

@@ -163,6 +163,18 @@ def test_answers_are_what_generate_gives(model, tokenizer, scope):
     assert found["full"][0].items[0]["answer"] == tokenizer.decode(made[0, 44:], skip_special_tokens=True)
 
 
+def test_a_question_chooses_nothing_of_the_context(model, tokenizer):
+    one = Example("a", WORDS[0][:40], [Probe(WORDS[1][:50], [], references=("x",))])
+    with ExitStack() as stack:
+        policies = {"full": "full", "snapkv": "snapkv:budget=16", "keydiff": "keydiff:budget=16"}
+        mine = caches(stack, model, policies)
+        run_answers(model, tokenizer, mine, one, "context", 1)
+        after = [entry for entry in mine["snapkv"].entries(0, row=0, head=0) if entry < 40]
+        alone = stack.enter_context(kvstrata.compress(model, "snapkv:budget=16"))
+        model(torch.tensor([one.context]), **kv(alone))
+        assert after == alone.entries(0, row=0, head=0)
+
+
 SCORES = [
     ("it is 123 and 456", ("123", "456", "789"), False, 2 / 3),
     ("ALPHA", ("alpha",), False, 1.0),

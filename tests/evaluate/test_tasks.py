@@ -1,11 +1,13 @@
 """Examples: as long as asked for, the same for the same seed, and with what they ask for in them."""
 
+import copy
 import gzip
 import json
 import re
 from itertools import pairwise
 
 import pytest
+from tokenizers import processors
 
 from kvstrata.core import InputError, SpecError
 from kvstrata.evaluate import TASKS, Settings
@@ -13,7 +15,7 @@ from kvstrata.evaluate.task import choose
 from kvstrata.evaluate.tasks.ruler import MAKERS, SPLITS
 from kvstrata.evaluate.texts import novel, sentences
 from kvstrata.evaluate.words import ADJECTIVES, NOUNS
-from kvstrata.hf.framing import encode, frame_of, pieces
+from kvstrata.hf.framing import beginning, encode, frame_of, pieces
 
 from .conftest import byte_tokenizer
 
@@ -117,6 +119,25 @@ def test_documents_do_not_overlap(tokenizer):
         pairs = zip(places, found, strict=True)
         starts = [next(i for i in place if text[i : i + 99] == e.context[:99]) for place, e in pairs]
         assert all(b - a >= 1250 for a, b in pairwise(starts))
+
+
+def test_a_text_begins_as_the_tokenizer_lets_texts_begin(tokenizer):
+    assert beginning(tokenizer) == []
+    first = copy.deepcopy(tokenizer)
+    first.bos_token = "<|user|>"
+    assert beginning(first) == [], "it has such a token, but does not put it there by itself"
+    ids = [("<|user|>", first.bos_token_id)]
+    first.backend_tokenizer.post_processor = processors.TemplateProcessing("<|user|> $A", special_tokens=ids)
+    plain, found = made("ppl", tokenizer, length=100), made("ppl", first, length=100)
+    for a, b in zip(plain, found, strict=True):
+        assert b.context == [first.bos_token_id, *a.context[:99]]
+        assert b.continuation == [a.context[99], *a.continuation[:24]]
+
+
+def test_a_haystack_without_words_says_so(tokenizer, tmp_path):
+    (tmp_path / "empty.txt").write_text(" \n\n ")
+    with pytest.raises(InputError, match="no sentences"):
+        made("needle", tokenizer, haystack=tmp_path / "empty.txt")
 
 
 def test_the_answer_of_two_hops_is_the_friends_town(tokenizer):

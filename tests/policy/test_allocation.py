@@ -99,6 +99,8 @@ def test_a_short_prompt_flattens_the_pyramid():
         (lambda: parse_policy("confkv:alpha=1.5"), "alpha=1.5"),
         (lambda: parse_policy("confkv:decay=1"), "decay=1"),
         (lambda: parse_policy("confkv:high=64,low=128,recent=100"), "protect fewer"),
+        (lambda: parse_policy("confkv:high=50%,low=25%"), "high=50% is more than low=25%"),
+        (lambda: parse_policy("confkv:high=64MiB,low=32MiB"), "is more than low"),
     ],
 )
 def test_what_can_never_work_is_refused(make, message):

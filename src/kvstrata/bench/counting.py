@@ -103,8 +103,8 @@ class _CountingPageTier(PageTier):
     def _write(self, pages: Sequence[int], packed: Packed) -> None:
         pass
 
-    def _shuffle(self, page: int, order: Tensor) -> int:
-        return page
+    def _shuffle(self, places: Sequence[tuple[int, int]], order: Tensor) -> None:
+        pass
 
 
 class _CountingCodes(Codes):

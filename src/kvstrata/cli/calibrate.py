@@ -27,7 +27,6 @@ from kvstrata.evaluate.texts import read_text, stretches
 from kvstrata.files import whole
 from kvstrata.hf.compat import kv_shape, not_compressed, stock_layers, text_config
 from kvstrata.hf.files import identity
-from kvstrata.hf.framing import encode
 from kvstrata.hf.models import load_model
 from kvstrata.policy.budget import Share, parse_budget
 from kvstrata.policy.strategy import pattern_rule, write_strategy
@@ -232,7 +231,13 @@ def _same_pairs(file: Path, about: dict[str, object]) -> None:
 
 
 def _texts(text: list[Path] | None, data: Path | None) -> dict[str, str]:
-    texts = {file.name: read_text(file) for file in text or []} | (training_texts(data) if data else {})
+    texts = training_texts(data) if data else {}
+    for file in text or []:
+        if file.name in texts:
+            raise InputError(
+                f"--text {file}: another text is named {file.name} too; files say what they were made from"
+            )
+        texts[file.name] = read_text(file)
     if not texts:
         raise InputError("nothing to read: give --text FILE, or --data DIR with the files of docs/data.md")
     return texts
@@ -242,7 +247,7 @@ def _stretches(
     texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, documents: int, length: int
 ) -> list[list[int]]:
     fix = "give fewer --documents, a smaller --length, or a longer --text"
-    return [part for text in texts for part in stretches(encode(tokenizer, text), documents, length, fix)]
+    return [part for text in texts for part in stretches(tokenizer, text, documents, length, fix)]
 
 
 def _share(text: str) -> Fraction:

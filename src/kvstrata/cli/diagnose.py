@@ -20,10 +20,11 @@ from kvstrata.diagnose.drift import Band
 from kvstrata.diagnose.isolation import variants
 from kvstrata.evaluate.texts import digest, haystack, stretches
 from kvstrata.files import whole
-from kvstrata.hf.framing import encode
 from kvstrata.hf.models import load_model
 from kvstrata.policy import parse_policy
 from kvstrata.policy.spec import split_specs
+
+OWN_PROMPT = 64  # tokens of a stretch that the model goes on from with --own-words
 
 
 def diagnose(
@@ -48,12 +49,16 @@ def diagnose(
 ) -> None:
     """Say why a policy loses what it loses, next to a full cache over the same text."""
     kinds, specs = _kinds(what), split_specs(policy)
+    if own and length + steps <= OWN_PROMPT:
+        raise InputError(
+            f"--own-words continues {OWN_PROMPT} tokens of each stretch: give a larger --length or --steps"
+        )
     for spec in specs:
         parse_policy(spec)
     source = haystack(text)
     loaded, tokenizer = load_model(model, dtype, device, Console(stderr=True))
     fix = "give fewer --documents, a smaller --length or --steps, or a longer --text"
-    texts = stretches(encode(tokenizer, source), documents, length + steps, fix)
+    texts = stretches(tokenizer, source, documents, length + steps, fix)
     band = Band(sinks, local, window)
     asked = _Asked(kinds, specs, length, steps, every, samples, own, seed)
     figures, found = _measured(loaded, tokenizer, texts, asked, band)
@@ -111,7 +116,7 @@ def _measured(
         if "confidence" in kinds:
             read = texts
             if asked.own:
-                read = [own_words(model, ids[:64], len(ids) - 64) for ids in texts]
+                read = [own_words(model, ids[:OWN_PROMPT], len(ids) - OWN_PROMPT) for ids in texts]
             figures["confidence"] = measure.told(model, read, asked.samples, asked.seed, tick)
         for spec in specs if "isolation" in kinds else []:
             figures.setdefault("isolation", {})[spec] = measure.isolated(model, spec, texts, length, tick)

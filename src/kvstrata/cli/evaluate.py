@@ -39,15 +39,18 @@ def evaluate(
     model: Annotated[str | None, typer.Option(help="Hub id or folder; default: the demo model, SmolLM2-135M.")] = None,
     policy: Annotated[str, typer.Option(help="Policies, by commas; full and random always run too.")] = "h2o,snapkv",
     budget: Annotated[
-        str, typer.Option(help="Budgets, by commas: 25% of the full cache's held bytes, 256 tokens.")
+        str,
+        typer.Option(
+            help="Budgets, by commas: 25% of the full cache's held bytes (--lm-eval: of the tokens), 256 tokens."
+        ),
     ] = "50%,25%",
     task: Annotated[str, typer.Option(help="Tasks, by commas; ruler-* for all that begin so.")] = "needle",
     scope: Annotated[
-        str, typer.Option(help="context: the question comes after compression; prompt: before.")
+        str, typer.Option(help="context: the question comes after compression; prompt: before, as always in --lm-eval.")
     ] = "context",
     contexts: Annotated[int | None, typer.Option(min=1, help="Examples of each task; default: the task's own.")] = None,
     length: Annotated[int | None, typer.Option(min=64, help="Tokens of a context; default: the task's own.")] = None,
-    seed: Annotated[int, typer.Option(help="Draws other examples.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Draws other examples.")] = 0,
     haystack: Annotated[Path | None, typer.Option(help="A text to hide things in, and to continue.")] = None,
     data: Annotated[Path | None, typer.Option(help="Folder of data that is not shipped; see docs/data.md.")] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Contexts read as rows of one batch.")] = None,
@@ -138,7 +141,10 @@ def _lm_eval(job: Job, names: list[str], asked: list[Asked], folder: Path, as_js
     if as_json:
         print(json.dumps(found, indent=2, default=str))
         return
-    table = plain_table(f"lm-evaluation-harness, {job.settings.contexts or 'all'} examples of each task")
+    table = plain_table(
+        f"lm-evaluation-harness, {job.settings.contexts or 'all'} examples of each task; questions visible "
+        "when compressing; % asked of the tokens"
+    )
     for head in ("task", "policy", "asked", "held\n%", "n", "metric", "value", "stderr"):
         table.add_column(head, no_wrap=True)
     for row in found:

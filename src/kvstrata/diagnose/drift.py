@@ -38,7 +38,8 @@ class Band:
 
 def future_missed_mass(trace: Trace, horizon: int = 32, sinks: int = 5) -> float:
     """FMM: of the attention that a full cache gives in the next `horizon` steps to what is there at an event, the
-    share that the policy can no longer read; the mean over events with as many steps after them. NaN without any.
+    share that the policy can no longer read: a head's own queries ask what that head keeps, so a token that others
+    keep is missed. The mean over events with as many steps after them; NaN without any.
     """
     shares: list[Tensor] = []
     for kept, event in zip(trace.kept, trace.events.tolist(), strict=True):
@@ -47,7 +48,7 @@ def future_missed_mass(trace: Trace, horizon: int = 32, sinks: int = 5) -> float
         there = trace.born <= event
         there[:sinks] = False
         coming = trace.mass[event : event + horizon].sum(dim=0)
-        shares.append((coming * there * (1 - kept)).sum() / (coming * there).sum())
+        shares.append((coming * (there & ~kept)).sum() / (coming * there).sum())
     return float(torch.stack(shares).nanmean()) if shares else float("nan")
 
 
@@ -108,7 +109,7 @@ def chosen_exact(trace: Trace, band: Band) -> Tensor:
 
 def chosen_oracle(trace: Trace, band: Band) -> Tensor:
     """[R, W] the windows with most attention of a full cache so far, as many as the policy keeps exact."""
-    before = torch.cat([trace.before[None], trace.before + trace.mass.cumsum(dim=0)])
+    before = torch.cat([trace.before[None], trace.before + trace.mass.mean(dim=1).cumsum(dim=0)])
 
     def best(event: int, count: int) -> set[int]:
         wanted = len(_selected(trace, band, event, False, True))

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from statistics import mean
-from typing import Any
+from typing import Any, TypeVar
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -17,13 +17,15 @@ from kvstrata.diagnose.confidence import ABLATIONS, Sample, pearson, samples, sp
 from kvstrata.diagnose.drift import Band, Episodes
 from kvstrata.diagnose.isolation import isolate
 from kvstrata.diagnose.traces import Trace, trace
-from kvstrata.evaluate.compare import interval
+from kvstrata.evaluate.compare import LEVEL, RESAMPLES, interval, percentile
 
 DRIFT = ("fmm", "reactivation", "churn")
 KINDS = (*DRIFT, "confidence", "isolation")
 HORIZONS = (8, 32, 64)  # steps after an event, for the mass that is missed
+BINS = 8  # of confidence, with as many samples each
 EPISODES = ((1, 8), (4, 8), (8, 8), (4, None))  # (events left out, events to come back in; None: ever)
 
+T = TypeVar("T")
 Traces = dict[str, list[list[Trace]]]  # by policy, document and layer
 Tick = Callable[[], object]
 
@@ -79,14 +81,13 @@ def reactivated(found: Traces, band: Band) -> dict[str, Any]:
             tables = [[chosen(t, band) for t in doc] for doc in docs]
             for least, horizon in EPISODES:
                 each = [[drift.reactivation(x, least, horizon) for x in doc] for doc in tables]
-                total = _sum([episodes for doc in each for episodes in doc])
-                key = f"{name}, m={least}, H={'any' if horizon is None else horizon}"
-                by_document = [_sum(doc).rate for doc in each]
+                by_document = [_sum(doc) for doc in each]
+                total, (low, high) = _sum(by_document), resampled(by_document, lambda drawn: _sum(drawn).rate)
                 layers = [_sum([doc[layer] for doc in each]).rate for layer in range(len(each[0]))]
-                rows[key] = {
+                rows[f"{name}, m={least}, H={'any' if horizon is None else horizon}"] = {
                     "rate": _number(total.rate),
                     **total._asdict(),
-                    **_over(by_document),
+                    **{"low": _number(low), "high": _number(high), "n": len(each)},
                     "by_layer": [_number(x) for x in layers],
                 }
     return table
@@ -95,7 +96,7 @@ def reactivated(found: Traces, band: Band) -> dict[str, Any]:
 def told(
     model: PreTrainedModel, documents: Sequence[Sequence[int]], count: int, seed: int, tick: Tick
 ) -> dict[str, Any]:
-    """Confidence against KL by ablation: Pearson, of log KL too, and Spearman, with intervals over samples."""
+    """Confidence against KL by ablation: Pearson, of log KL too, and Spearman with an interval over documents."""
     found = samples(model, documents, count, seed=seed, tick=tick)
     return {"samples": [asdict(s) for s in found], "ablations": {name: _relation(found, name) for name in ABLATIONS}}
 
@@ -109,13 +110,35 @@ def _relation(found: Sequence[Sample], name: str) -> dict[str, Any]:
         "pearson_log": pearson(c, logs),
         "spearman": spearman(c, kl),
     }
-    rng, n, drawn = random.Random(0), len(found), list[float]()
-    for _ in range(200 if n > 1 else 0):
-        at = rng.choices(range(n), k=n)
-        drawn.append(spearman([c[i] for i in at], [kl[i] for i in at]))
-    drawn = sorted(x for x in drawn if x == x)
-    ends = [drawn[int(0.025 * (len(drawn) - 1))], drawn[round(0.975 * (len(drawn) - 1))]] if drawn else [math.nan] * 2
-    return {**{k: _number(v) for k, v in figures.items()}, "spearman_interval": [_number(x) for x in ends], "n": n}
+    documents: dict[int, list[Sample]] = defaultdict(list)
+    for sample in found:
+        documents[sample.document].append(sample)
+
+    def of(drawn: Sequence[list[Sample]]) -> float:
+        pooled = [sample for document in drawn for sample in document]
+        return spearman([s.confidence for s in pooled], [s.kl[name] for s in pooled])
+
+    ends = resampled(list(documents.values()), of, times=200)
+    rows = {**{k: _number(v) for k, v in figures.items()}, "spearman_interval": [_number(x) for x in ends]}
+    return {**rows, "by_confidence": _binned(c, kl), "n": len(found), "documents": len(documents)}
+
+
+def _binned(c: Sequence[float], kl: Sequence[float]) -> list[dict[str, float]]:
+    """Means of equally many samples each, from the least confidence to the most."""
+    order = sorted(range(len(c)), key=lambda i: c[i])
+    size = max(1, len(order) // BINS)
+    parts = [order[at : at + size] for at in range(0, size * min(BINS, len(order)), size)]
+    return [{"confidence": mean(c[i] for i in part), "kl": mean(kl[i] for i in part)} for part in parts]
+
+
+def resampled(
+    documents: Sequence[T], figure: Callable[[Sequence[T]], float], times: int = RESAMPLES
+) -> tuple[float, float]:
+    """The 95 % bootstrap interval of a figure of all documents, drawn with repetition; NaN where it never is one."""
+    rng = random.Random(0)
+    drawn = sorted(x for _ in range(times) if (x := figure(rng.choices(documents, k=len(documents)))) == x)
+    tail = (1 - LEVEL) / 2
+    return (percentile(drawn, tail), percentile(drawn, 1 - tail)) if drawn else (math.nan, math.nan)
 
 
 def isolated(

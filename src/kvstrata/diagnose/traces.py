@@ -16,6 +16,7 @@ from kvstrata.hf.compat import CACHE_KEYWORD
 from kvstrata.kernels.mass import ALL_ROWS, Reduction
 from kvstrata.policy import Policy, Rule, parse_policy
 from kvstrata.policy.budget import Everything
+from kvstrata.policy.granularity import Token
 from kvstrata.policy.scorers import Stateless
 
 
@@ -34,16 +35,16 @@ class _Newest(Stateless):
         return (Column("newest", torch.float32),)
 
     def observe(self, signals: Signals) -> Mapping[str, Tensor]:
-        """Average over heads."""
+        """As it comes, head by head."""
         assert signals.mass is not None
-        return {"newest": signals.mass.mean(dim=1, keepdim=True)}
+        return {"newest": signals.mass}
 
     def score(self, signals: Signals) -> Tensor:
         """All alike."""
         return signals.position.float()
 
 
-_RULE = Rule(_Newest(), Everything())
+_RULE = Rule(_Newest(), Everything(), granularity=Token("each"))
 REFERENCE = Policy.everywhere("full", _RULE, _RULE)
 
 
@@ -51,11 +52,10 @@ REFERENCE = Policy.everywhere("full", _RULE, _RULE)
 class Trace:
     """One document and layer under one policy. Steps and positions count from the document's first token.
 
-    before [T] fp32 is what the prompt's own tokens gave each position in a full cache, mass [S, T] what is given at
-    every step (means over heads); tier [R, T] uint8 is the
-    best `Tier` that any head keeps a position in after each event, DROP also where there is none yet; kept [R, T] is
-    the share of heads that keep it; events [R] counts the steps that came before each; prompt is the number of tokens
-    before the first step.
+    before [T] fp32 is what the prompt's own tokens gave each position in a full cache, a mean over heads; mass
+    [S, H, T] what the queries of each kv head give at every step; tier [R, T] uint8 is the best `Tier` that any head
+    keeps a position in after each event, DROP also where there is none yet; kept [R, H, T] bool says which heads keep
+    it; events [R] counts the steps that came before each; prompt is the number of tokens before the first step.
     """
 
     before: Tensor
@@ -68,7 +68,7 @@ class Trace:
     @property
     def born(self) -> Tensor:
         """[T] the step at which a position is there: 0 for the prompt."""
-        return (torch.arange(self.mass.shape[1]) - self.prompt + 1).clamp_min(0)
+        return (torch.arange(self.mass.shape[-1]) - self.prompt + 1).clamp_min(0)
 
 
 @torch.no_grad()
@@ -110,16 +110,15 @@ def trace(
 
     def made(layer: int, found: list[tuple[Tensor, Tensor]]) -> Trace:
         tier, kept = (torch.stack(part) for part in zip(*found, strict=True))
-        return Trace(masses[layer][0], torch.stack(masses[layer][1:]), tier, kept, at, prompt)
+        return Trace(masses[layer][0].mean(dim=0), torch.stack(masses[layer][1:]), tier, kept, at, prompt)
 
     return {label: [made(layer, found) for layer, found in of.items()] for label, of in tiers.items()}
 
 
 def _note_mass(cache: StrataCache, masses: dict[int, list[Tensor]], length: int) -> None:
     for number, layer in cache.strata.items():
-        position = layer.store.column("position")[0, 0].long()
-        row = torch.zeros(length).index_copy_(0, position.cpu(), layer.store.column("newest")[0, 0].cpu())
-        masses.setdefault(number, []).append(row)
+        position, mass = (layer.store.column(name)[0].cpu() for name in ("position", "newest"))  # [H, N]
+        masses.setdefault(number, []).append(torch.zeros(len(mass), length).scatter_(1, position.long(), mass))
 
 
 def _note_tiers(cache: StrataCache, tiers: dict[int, list[tuple[Tensor, Tensor]]], length: int) -> None:
@@ -127,7 +126,9 @@ def _note_tiers(cache: StrataCache, tiers: dict[int, list[tuple[Tensor, Tensor]]
         position, valid = layer.store.column("position").long(), layer.store.valid()
         now = layer.store.tier()
         names = torch.full(position.shape, int(Tier.EXACT), dtype=torch.uint8) if now is None else now.cpu()
-        flat = torch.where(valid, position, length).flatten().cpu()
+        at = torch.where(valid, position, length)[0].cpu()  # [1|H, N]
+        flat = at.flatten()
         best = torch.zeros(length + 1, dtype=torch.uint8).scatter_reduce_(0, flat, names.flatten(), "amax")
-        kept = torch.zeros(length + 1).scatter_add_(0, flat, torch.full(flat.shape, 1 / position.shape[1]))
-        tiers.setdefault(number, []).append((best[:length], kept[:length]))
+        kept = torch.zeros(len(at), length + 1, dtype=torch.bool).scatter_(1, at, torch.ones_like(at, dtype=torch.bool))
+        heads = kept[:, :length].expand(layer.store.num_kv_heads, -1)
+        tiers.setdefault(number, []).append((best[:length], heads))

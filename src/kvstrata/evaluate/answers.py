@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from kvstrata.cache.layer import PREFILL_ABOVE
 from kvstrata.evaluate.runs import FULL, Caches, Outcome, Outcomes, bytes_per_row, feed, read
 from kvstrata.evaluate.task import Example, Probe, Scope
 from kvstrata.hf import StrataCache
@@ -29,8 +30,7 @@ def run_answers(
     found: Outcomes = {}
     sizes = {label: bytes_per_row(cache) for label, cache in caches.items()}
     for label, cache in caches.items():
-        asked = torch.tensor([probe.question], device=model.device)
-        logits = last[0] if visible else feed(model, cache, asked)[0, -1]
+        logits = last[0] if visible else _ask(model, cache, probe.question)
         tokens = _generate(model, cache, logits, new_tokens, _ends(model, tokenizer))
         text = cast(str, tokenizer.decode(tokens, skip_special_tokens=True))
         score = share_found(text, probe)
@@ -38,6 +38,12 @@ def run_answers(
         held, live = sizes[label]
         found[label] = [Outcome(example.name, {"found": score}, held, live, held, sizes[FULL][0], items=[item])]
     return found
+
+
+def _ask(model: PreTrainedModel, cache: StrataCache, question: list[int]) -> Tensor:
+    """Logits [V] after a question, fed in pieces that are no prompt: it chooses nothing of the context."""
+    pieces = torch.tensor([question], device=model.device).split(PREFILL_ABOVE, dim=1)
+    return [feed(model, cache, piece) for piece in pieces][-1][0, -1]
 
 
 def share_found(text: str, probe: Probe) -> float:

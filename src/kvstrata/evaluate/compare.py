@@ -34,7 +34,13 @@ def interval(values: Sequence[float], seed: int = 0) -> Interval:
     rng, n = random.Random(seed), len(values)
     means = sorted(mean(rng.choices(values, k=n)) for _ in range(RESAMPLES if n > 1 else 1))
     tail = (1 - LEVEL) / 2
-    return Interval(mean(values), means[int(tail * (len(means) - 1))], means[round((1 - tail) * (len(means) - 1))], n)
+    return Interval(mean(values), percentile(means, tail), percentile(means, 1 - tail), n)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Of sorted values the one with this share of the others below it."""
+    at = share * (len(values) - 1)
+    return values[int(at) if share < 0.5 else round(at)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 from pathlib import Path
 
 from kvstrata.core import InputError
 from kvstrata.policy import parse_policy
-from kvstrata.policy.spec import HEADS, YAML, read_options
+from kvstrata.policy.shares import ByHead
+from kvstrata.policy.spec import YAML
 from kvstrata.policy.strategy import STRATEGY, strategy_file
 from kvstrata.policy.surrogate import folder_of
 
@@ -23,19 +25,23 @@ def content(policy: str) -> str | None:
     return total.hexdigest()[:16]
 
 
-def check_unread(policy: str, text: str) -> None:
-    """Refuse a policy that was calibrated or trained on a text with this hash. Raises `InputError`."""
+def check_unread(policy: str, texts: Collection[str]) -> None:
+    """Refuse a policy that was calibrated or trained on a whole text with one of these hashes. Raises `InputError`."""
     for file in _files(policy):
-        if file.suffix in (".json", *YAML) and text in file.read_text(encoding="utf-8"):
+        said = file.read_bytes()
+        if any(text.encode() in said for text in texts):
             raise InputError(
-                f"{file.name} of {policy} was made from the text that it would be judged on: give another --haystack"
+                f"{file.name} of {policy} was made from a text that it would be judged on: give another --haystack or "
+                "--data, or a policy made from other texts"
             )
 
 
 def _files(policy: str) -> list[Path]:
-    folders = map(folder_of, sorted(parse_policy(policy).surrogates))
+    parsed = parse_policy(policy)
+    folders = map(folder_of, sorted(parsed.surrogates))
     found = [file for folder in folders if folder.is_dir() for file in sorted(folder.iterdir()) if file.is_file()]
     if policy.startswith(STRATEGY) or policy.endswith(YAML):
-        return [*found, strategy_file(policy)]
-    heads = read_options(policy)[1].get(HEADS)
-    return found if heads is None else [*found, Path(heads)]
+        found.append(strategy_file(policy))
+    rules = (rule for entry in parsed.table for rule in (entry.prefill, entry.decode) if rule)
+    shares = {rule.budget.shares.file for rule in rules if isinstance(rule.budget, ByHead)}
+    return [*found, *sorted(file for file in shares if file)]

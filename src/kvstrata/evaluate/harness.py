@@ -24,11 +24,12 @@ from transformers import PreTrainedModel
 
 from kvstrata.bench.measure import provenance
 from kvstrata.core import InputError, KvstrataError
-from kvstrata.evaluate.content import content
+from kvstrata.evaluate.content import check_unread, content
 from kvstrata.evaluate.grid import Asked, Job
 from kvstrata.evaluate.lm_eval_tasks.local import VARIABLE
 from kvstrata.evaluate.runs import continued, read
 from kvstrata.evaluate.task import Settings
+from kvstrata.evaluate.texts import digest, read_text
 from kvstrata.evaluate.worker import weights_digest
 from kvstrata.files import whole
 from kvstrata.hf import StrataCache, compress
@@ -45,6 +46,7 @@ except ImportError as error:
     raise KvstrataError("the standard benchmarks need lm-evaluation-harness: pip install 'kvstrata[eval]'") from error
 
 DEMO = "demo"
+HOW = {"scope": "prompt", "budget_of": "tokens"}  # the question is visible when compressing; what a budget in % is of
 TASKS = Path(str(files("kvstrata.evaluate").joinpath("lm_eval_tasks")))  # of data that is at hand
 
 
@@ -132,23 +134,28 @@ def run_lm_eval(names: Sequence[str], asked: Sequence[Asked], job: Job, folder: 
     about = {"tasks": tasks, "model": weights_digest(model, job.model or DEMO), "dtype": str(model.dtype)}
     about |= {"contexts": settings.contexts, "seed": settings.seed, "kernels": job.kernels, "device": job.device}
     about |= {"lm_eval": version("lm_eval"), "data": _hashes(settings.data)}
+    texts = {digest(read_text(file)) for file in _files(settings.data)}
     rows: list[dict[str, Any]] = []
     for one in asked:
+        check_unread(one.policy, texts)
         key = {**about, "policy": one.policy, "content": content(one.policy), "budget": one.budget}
         path = folder / f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]}.json"
         if not path.is_file():
             options: dict[str, Any] = {"tokenizer": tokenizer, "batch_size": job.batch or 1}
             lm = StrataLM(model, one.policy, one.budget, job.kernels, **options)
             found = _evaluated(lm, tasks, settings, manager)
-            _write(path, {**key, "share_held": lm.share_held, "rows": found, **provenance()})
+            _write(path, {**key, **HOW, "share_held": lm.share_held, "rows": found, **provenance()})
         rows += _rows(path, one)
     return rows
 
 
 def _hashes(data: Path | None) -> dict[str, str]:
     """Of the files under --data that tasks of ours may read."""
-    found = [file for folder in ("gsm8k", "longbench") if data for file in sorted((data / folder).glob("*.jsonl.gz"))]
-    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in found}
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in _files(data)}
+
+
+def _files(data: Path | None) -> list[Path]:
+    return [file for folder in ("gsm8k", "longbench") if data for file in sorted((data / folder).glob("*.jsonl.gz"))]
 
 
 def _evaluated(lm: StrataLM, tasks: list[str], settings: Settings, manager: Any) -> list[dict[str, Any]]:
@@ -185,7 +192,7 @@ def _write(path: Path, record: dict[str, Any]) -> None:
 def _rows(path: Path, one: Asked) -> list[dict[str, Any]]:
     try:
         record = json.loads(path.read_text())
-        about = {"policy": one.policy, "budget": one.budget, "share_held": record["share_held"]}
+        about = {"policy": one.policy, "budget": one.budget, "share_held": record["share_held"], **HOW}
         return [{**about, **row} for row in record["rows"]]
     except (OSError, ValueError, KeyError) as error:
         raise InputError(f"{path} is no sound record ({error!r}): move it away to measure it again") from error

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from kvstrata.evaluate.grid import (
 from kvstrata.evaluate.result import Cell, Results, Run, summarise
 from kvstrata.evaluate.runs import Outcome
 from kvstrata.evaluate.task import Scope, Source, Task
-from kvstrata.evaluate.texts import data_file, digest, haystack
+from kvstrata.evaluate.texts import data_file, digest, haystack, read_text
 from kvstrata.evaluate.worker import Line, Worker, run_unit, weights_digest
 from kvstrata.hf.compat import option, text_config
 
@@ -68,13 +69,15 @@ def plan(
     grid = Grid(job, scope, tasks, {}, {}, {}, {}, [], 0)
     about, text = _about(worker), digest(haystack(job.settings.haystack))
     said = {policy: content(policy) for policy in dict.fromkeys(one.policy for one in asked)}
-    for policy in said:
-        check_unread(policy, text)
     for name, source in sources_of(tasks).items():
         examples = worker.examples(name)
         check_lengths(name, examples, most)
         grid.names[source.name] = [example.name for example in examples]
-        files = _files(job, source, name)
+        paths = _paths(job, source, name)
+        files = {file: hashlib.sha256(path.read_bytes()).hexdigest() for file, path in paths.items()}
+        read = {text, *(digest(read_text(path)) for path in paths.values())}
+        for policy in said:
+            check_unread(policy, read)
         for one in asked:
             worker.policy(name, one, examples[:1])  # so that a budget that cannot be is refused now
         for one in (*asked, *(beside if source.kind in peers.KINDS and scope == "context" else ())):
@@ -110,15 +113,15 @@ def _about(worker: Worker) -> dict[str, str]:
     return found
 
 
-def _files(job: Job, source: Source, task: str) -> dict[str, str]:
-    """Hashes of the files under --data that a source reads."""
+def _paths(job: Job, source: Source, task: str) -> dict[str, Path]:
+    """The files under --data that a source reads."""
     files = {name: data_file(job.settings.data, name, task) for name in source.data}
     length = source.resolve(job.settings).length
     for name in (form.format(length=length) for form in source.instead):
         if job.settings.data and (job.settings.data / name).is_file():
             files[name] = job.settings.data / name
             break
-    return {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}
+    return files
 
 
 def run_grid(

@@ -11,7 +11,10 @@ from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
+from transformers import PreTrainedTokenizerBase
+
 from kvstrata.core import InputError
+from kvstrata.hf.framing import beginning, encode
 
 NOVEL = "pride_and_prejudice_41_61.txt.gz"  # evaluation side of the novel; calibration may read chapters 1 to 40
 
@@ -55,21 +58,28 @@ def sentences(text: str) -> tuple[str, ...]:
     """The sentences of a text, each with the white space behind it turned into one space or line break."""
     flat = re.sub(r"[ \t]*\n[ \t]*(?=\S)", " ", re.sub(r"\n\s*\n", "\x00", text))
     parts = re.split(r"(?<=[.!?][\"'”’_])\s+|(?<=[.!?])\s+|\x00", flat)
-    return tuple(part.strip() for part in parts if part.strip())
+    found = tuple(part.strip() for part in parts if part.strip())
+    if not found:
+        raise InputError("the haystack has no sentences: give a text with words in it")
+    return found
 
 
-def stretches(ids: list[int], count: int, length: int, fix: str, seed: int = 0) -> list[list[int]]:
+def stretches(
+    tokenizer: PreTrainedTokenizerBase, text: str, count: int, length: int, fix: str, seed: int = 0
+) -> list[list[int]]:
     """Stretches of a text, one from the beginning of each of as many equal parts, or elsewhere in it by the seed.
 
-    Raises `InputError`, which ends with `fix`, where the text is too short.
+    Each begins as the tokenizer lets any text begin. Raises `InputError`, which ends with `fix`, where the text is too
+    short.
     """
-    apart = len(ids) // count
+    ids, begin = encode(tokenizer, text), beginning(tokenizer)
+    apart, length = len(ids) // count, length - len(begin)
     if apart < length:
         raise InputError(
             f"the text has {len(ids)} tokens, and {count} stretches of {length} need {count * length}: {fix}"
         )
     moved = [generator("documents", seed, i).randrange(apart - length + 1) if seed else 0 for i in range(count)]
-    return [ids[i * apart + moved[i] :][:length] for i in range(count)]
+    return [begin + ids[i * apart + moved[i] :][:length] for i in range(count)]
 
 
 def generator(*seeds: object) -> random.Random:

@@ -119,6 +119,8 @@ class StrataCache(Cache):
             raise UnsupportedModelError(f"{type(model).__name__} has no full-attention layer to compress, only {kinds}")
         if policy.models and any(known not in ("", identity(model)) for known in policy.models):
             raise SpecError("this policy was calibrated on another model: calibrate it on this one")
+        if policy.layers not in (None, len(stock)):
+            raise SpecError(f"this policy is for {policy.layers} layers, but the model has {len(stock)}")
         self.engine = PolicyCache(policy, ours, kernels, parts_for(policy, model, ours))
         if shape := compat.kv_shape(config):  # so that a budget that cannot be met is refused here already
             like = torch.empty(1, shape[0], 1, shape[1], dtype=model.dtype, device="meta")

@@ -33,6 +33,12 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return cast("list[int]", tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
+def beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The token that the tokenizer itself puts before any text, if it does: a model that saw it always needs it."""
+    first = cast("list[int]", tokenizer("", verbose=False)["input_ids"])[:1]
+    return first if first == [cast(Any, tokenizer.bos_token_id)] else []
+
+
 def opening(tokenizer: PreTrainedTokenizerBase, frame: Frame) -> list[int]:
     """Token ids before a user's words; what the tokenizer puts before any text, where there is no template."""
     if frame.before:

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Literal
 
 from kvstrata.core import LayerShape, SpecError
-from kvstrata.policy.budget import Budget, Shaped, Share
+from kvstrata.policy.budget import Budget, ByteBudget, Shaped, Share
 from kvstrata.policy.confidence import LEAST, MOST, Steady
 
 RATE = Fraction(42, 100)  # share of confident steps that the authors of CONF-KV measured
@@ -31,7 +31,12 @@ class ByConfidence:
     def __post_init__(self) -> None:
         if not LEAST < self.tau < MOST:
             raise SpecError(f"tau={self.tau}: confidence runs from {LEAST} (every token alike) to {MOST}, so between")
-        if any(tight > loose for tight, loose in zip(self.high.counts, self.low.counts, strict=False)):
+        pairs: list[tuple[int | Fraction, int | Fraction]] = [*zip(self.high.counts, self.low.counts, strict=False)]
+        if isinstance(self.high, Share) and isinstance(self.low, Share):
+            pairs.append((self.high.fraction, self.low.fraction))
+        if isinstance(self.high, ByteBudget) and isinstance(self.low, ByteBudget) and self.high.per == self.low.per:
+            pairs.append((self.high.count, self.low.count))
+        if any(tight > loose for tight, loose in pairs):
             raise SpecError(
                 f"high={self.high} is more than low={self.low}: high is for confident steps, which need fewer tokens"
             )

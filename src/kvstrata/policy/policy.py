@@ -224,6 +224,7 @@ class Policy:
     name: str
     table: tuple[LayerRange, ...] = field(default=())
     made_for: frozenset[str] = frozenset()  # identities of the models that it was calibrated on, if it was
+    layers: int | None = None  # of the models that it is for, where it has a line for each
 
     def __post_init__(self) -> None:
         ranges = sorted(self.table, key=lambda entry: entry.first)

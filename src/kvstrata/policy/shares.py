@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache
 from itertools import pairwise
@@ -23,6 +23,7 @@ class Shares:
 
     model: str  # its fingerprint; "" where that is not known
     levels: tuple[tuple[float, Kept], ...]
+    file: Path | None = field(default=None, repr=False)  # that they were read from
 
     def __post_init__(self) -> None:
         sizes = {tuple(map(len, kept)) for _, kept in self.levels}
@@ -50,7 +51,7 @@ def read_shares(path: Path) -> Shares:
             raise SpecError(f"{path} is of format {data['format']}, not {FORMAT}: make it again with this version")
         levels = sorted((float(share), level["kept"]) for share, level in data["levels"].items())
         found = tuple((share, tuple(tuple(map(float, layer)) for layer in kept)) for share, kept in levels)
-        return Shares(str(data["model"]), found)
+        return Shares(str(data["model"]), found, path)
     except FileNotFoundError as error:
         raise SpecError(f"no file of heads' shares at {path}: make one with kvstrata calibrate heads") from error
     except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:

@@ -41,22 +41,10 @@ from kvstrata.policy.scorers import SCORERS, Scorer
 from kvstrata.policy.scorers.combine import Part
 from kvstrata.policy.shares import read_shares
 from kvstrata.policy.strategy import STRATEGY, read_strategy, strategy_file
+from kvstrata.policy.strict import StrictLoader
 from kvstrata.policy.tiering import ByAge, Coding, Native
 from kvstrata.policy.trigger import OnOverflow
 from kvstrata.registry import Registry, unknown
-
-
-class _StrictLoader(yaml.SafeLoader):
-    """YAML without the silent last-one-wins of repeated keys."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Refuse a key given twice."""
-        keys = [key.value for key, _ in node.value]  # before `<<` brings in those of another table
-        for key in keys:
-            if keys.count(key) > 1:
-                raise SpecError(f"{str(key)!r} is given twice in line {node.start_mark.line + 1} and after")
-        return super().construct_mapping(node, deep)
-
 
 YAML = (".yaml", ".yml")  # how the name of a policy file ends
 T = TypeVar("T")
@@ -106,7 +94,7 @@ def split_specs(text: str) -> list[str]:
 def read_policy(path: Path) -> Policy:
     """Read a policy from a YAML file; forms in the module docstring."""
     try:
-        data = yaml.load(path.read_text(), _StrictLoader)
+        data = yaml.load(path.read_text(), StrictLoader)
     except FileNotFoundError as error:
         raise SpecError(f"no policy file at {path}") from error
     except (OSError, UnicodeDecodeError) as error:

@@ -29,6 +29,7 @@ from kvstrata.files import whole
 from kvstrata.policy.budget import Tokens
 from kvstrata.policy.policy import LayerRange, Policy, Rule
 from kvstrata.policy.presets import PRESETS
+from kvstrata.policy.strict import StrictLoader
 
 VERSION, FULL = 1, "full"
 STRATEGY = "polykv:"  # before the file of a strategy
@@ -79,7 +80,8 @@ class Strategy:
             LayerRange(pairs[a][0].rule("prefill"), pairs[a][1].rule("decode"), a, b)
             for a, b in zip(starts, ends, strict=True)
         ]
-        return Policy(name, tuple(ranges), frozenset({self.identity}) if self.identity else frozenset())
+        made_for = frozenset({self.identity}) if self.identity else frozenset[str]()
+        return Policy(name, tuple(ranges), made_for, len(self.prefill))
 
 
 def strategy_file(spec: str) -> Path:
@@ -131,10 +133,10 @@ class _Reader:
         self.path = path
         try:
             self._root = yaml.compose(path.read_text(), yaml.SafeLoader)
-            self.data: Any = yaml.safe_load(path.read_text())
+            self.data: Any = yaml.load(path.read_text(), StrictLoader)
         except FileNotFoundError as error:
             raise SpecError(f"no strategy file at {path}: make one with kvstrata calibrate polykv") from error
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        except (OSError, UnicodeDecodeError, yaml.YAMLError, SpecError) as error:
             raise SpecError(f"cannot read the strategy file {path}: {error}") from error
 
     def fail(self, message: str, *keys: str) -> SpecError:

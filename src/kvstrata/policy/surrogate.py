@@ -108,7 +108,10 @@ def _check(model: SurrogateModel, folder: Path) -> None:
 
 
 def write_surrogate(folder: Path, layers: Sequence[Sequence[Tensor]], more: dict[str, Any]) -> None:
-    """Write a folder in the published format, weights first; `more` goes into the config."""
+    """Write a folder in the published format, weights first; `more` goes into the config.
+
+    What described the weights before goes first of all, so that a kill leaves none that describes others.
+    """
     mlp = len(layers[0]) == 4
     names = ("0.weight", "0.bias", "2.weight", "2.bias") if mlp else ("weight", "bias")
     tensors = {f"layers.{i}.{n}": t.contiguous() for i, w in enumerate(layers) for n, t in zip(names, w, strict=True)}
@@ -121,6 +124,7 @@ def write_surrogate(folder: Path, layers: Sequence[Sequence[Tensor]], more: dict
         "n_modules": len(layers),
         **more,
     }
+    (folder / CONFIG).unlink(missing_ok=True)
     with whole(folder / WEIGHTS) as scratch:
         save_file(tensors, scratch)
     with whole(folder / CONFIG) as scratch:

@@ -38,7 +38,7 @@ def parse(text: str, budgets: Sequence[str]) -> list[tuple[str, str | None]]:
     for spec in split_specs(text):
         name, options = read(spec)
         found.append((f"{name}:{FULL}", None))
-        if name == "kvpress" and options.get("press") != FULL:
+        if name == "kvpress" and FULL not in options:
             found += [(spec, budget) for budget in budgets if budget.endswith("%")]
         else:
             found.append((spec, None))

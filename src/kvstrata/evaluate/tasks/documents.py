@@ -7,20 +7,19 @@ from transformers import PreTrainedTokenizerBase
 
 from kvstrata.evaluate.task import NLL, TASKS, Example, Metric, Settings, Source, Task
 from kvstrata.evaluate.texts import haystack, stretches
-from kvstrata.hf.framing import encode
 
 FOLLOWS = 4  # a continuation has a fourth of the prompt's tokens
 
 
 def documents(tokenizer: PreTrainedTokenizerBase, contexts: int, length: int, settings: Settings) -> list[Example]:
     """Stretches of the text, one from the beginning of each of as many equal parts, or elsewhere in it by the seed."""
-    ids, seed = encode(tokenizer, haystack(settings.haystack)), settings.seed
+    text, seed = haystack(settings.haystack), settings.seed
     fix = f"a context has {length} and what follows; give a smaller --length or --contexts, or another --haystack"
-    parts = stretches(ids, contexts, length + length // FOLLOWS, fix, seed)
+    parts = stretches(tokenizer, text, contexts, length + length // FOLLOWS, fix, seed)
     return [Example(f"{seed}-{i}", part[:length], continuation=part[length:]) for i, part in enumerate(parts)]
 
 
-SOURCE = Source("documents", 1, "steps", documents, length=1024, batch=8)
+SOURCE = Source("documents", 2, "steps", documents, length=1024, batch=8)
 FAITHFUL = (
     Metric("kl", "nats", "lower"),
     Metric("agreement", "share", "higher"),
@@ -35,6 +34,6 @@ TASKS["ppl"] = Task(
 TASKS["faithful"] = Task("how far the next-token distribution is from the full cache's at every step", SOURCE, FAITHFUL)
 TASKS["continue"] = Task(
     "likelihood of known tokens after a compressed prompt four times as long, read in one forward",
-    Source("continuations", 1, "block", documents, length=1024, contexts=16, batch=4),
+    Source("continuations", 2, "block", documents, length=1024, contexts=16, batch=4),
     (NLL, *FAITHFUL),
 )

@@ -131,7 +131,7 @@ for _name in MAKERS:
         f"RULER's {_name}, answered in the model's own words; share of the references found",
         Source(
             f"ruler-{_name}",
-            1,
+            2,
             "answers",
             partial(examples, _name),
             length=1024,
