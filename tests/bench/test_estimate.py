@@ -54,12 +54,12 @@ def test_bytes_on_the_demo_model_are_exact(text):
 
 @pytest.mark.slow
 @pytest.mark.model
-def test_times_on_the_demo_model_are_within_thirty_per_cent():
-    """On a quiet machine; not part of the run that decides on a change, since time decides no such test."""
+def test_the_benchmark_compares_estimates_with_runs():
+    """Bytes to the byte; how near its times are is what the benchmark prints, since time decides no test."""
     spec = importlib.util.spec_from_file_location("benchmarks_estimate", BENCHMARK)
     benchmark = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(benchmark)
     torch.set_num_threads(2)
-    for row in benchmark.compare(context=1536, steps=16, rounds=3):
-        assert 1 / 1.3 <= row["ms_ratio"] <= 1.3, row
-        assert 1 / 1.3 <= row["prefill_ratio"] <= 1.3, row
+    for row in benchmark.compare(context=400, steps=4, rounds=1):
+        assert (row["held_estimated"], row["live_estimated"]) == (row["held_run"], row["live_run"])
+        assert min(row["ms_ratio"], row["prefill_ratio"]) > 0

@@ -221,6 +221,18 @@ def test_a_saved_cache_asks_on_where_it_was(tmp_path):
 
 
 @torch.no_grad()
+def test_a_row_may_get_no_token_in_a_step():
+    """Its part of a batch is over, so it is masked out."""
+    model, ids, mask = tiny(), prompt(101, 2), torch.ones(2, 101, dtype=torch.long)
+    mask[0, 100] = 0
+    with kvstrata.compress(model, "echo:budget=50%,weight=u") as cache:
+        model(ids[:, :100], **kv(cache))
+        before = [cache.entries(layer) for layer in range(3)]
+        model(ids[:, 100:], attention_mask=mask, **kv(cache))
+        assert [cache.entries(layer) for layer in range(3)] == before
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("options", [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}, {}], ids=str)
 def test_generate(options):
     with kvstrata.compress(tiny(), "echo:budget=30,window=8") as cache:

@@ -136,6 +136,13 @@ def test_nan_passes_through_and_is_counted(name):
             assert cache.report().layers[1].nan_scores > 0
 
 
+def test_more_threads_than_native_kernels_take_are_no_error(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 300)
+    with torch.no_grad(), kvstrata.compress(tiny(), "h2o:budget=50%") as cache:
+        tiny()(prompt(40), **kv(cache))
+        assert len(cache.entries(0)) == 20
+
+
 def test_protected_tokens_beyond_a_small_budget_are_kept_and_reported():
     with kvstrata.compress(tiny(), "h2o:budget=10%,sinks=4,recent=8") as cache:
         feed(tiny(), prompt(40), cache, (40,))

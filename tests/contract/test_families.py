@@ -5,6 +5,7 @@ import torch
 from transformers import DynamicCache
 
 import kvstrata
+from kvstrata.core import InputError
 
 from .families import FAMILIES, IMAGE, IMAGE_TOKENS, MULTIMODAL, REFUSED, family
 from .replay import check_against_a_masked_replay, recorded
@@ -174,3 +175,31 @@ def test_parts_of_a_prompt_with_an_image_need_attention_that_is_not_kept():
         pytest.raises(kvstrata.UnsupportedModelError, match="feed it at once"),
     ):
         model(**inputs, **kv(cache))
+
+
+@torch.no_grad()
+def test_a_refused_forward_of_a_hybrid_is_not_silently_fed_twice():
+    """Sliding layers stand before the first of ours, and have stored their part when ours refuses the mask."""
+    model, ids = family("gemma3"), prompt(8, 2)
+    right = torch.ones_like(ids)
+    right[0, -3:] = 0
+    with kvstrata.compress(model, "h2o:budget=50%") as cache:
+        with pytest.raises(InputError, match="right padding"):
+            model(ids, attention_mask=right, **kv(cache))
+        with pytest.raises(InputError, match=r"reset\(\)"):
+            model(ids, **kv(cache))
+        cache.reset()
+        again = model(ids, **kv(cache)).logits
+    with kvstrata.compress(model, "h2o:budget=50%") as fresh:
+        assert torch.allclose(again, model(ids, **kv(fresh)).logits, atol=1e-6)
+
+
+@torch.no_grad()
+def test_a_refused_crop_takes_nothing_from_passed_through_layers():
+    model, ids = family("gemma3"), prompt(8)
+    with kvstrata.compress(model, "h2o:budget=50%") as cache, cache.prefilling():
+        model(ids, **kv(cache))
+        before = [cache.layers[index].get_seq_length() for index in cache.passed_through]
+        with pytest.raises(InputError, match="inside prefilling"):
+            cache.crop(-2)
+        assert [cache.layers[index].get_seq_length() for index in cache.passed_through] == before

@@ -164,3 +164,46 @@ def test_cached_results_of_a_policy_are_its_own():
     """The only memory outside a cache object is of pure functions."""
     module = __import__("kvstrata.policy.allocation", fromlist=["_falling_shares"])
     assert isinstance(module._falling_shares.__wrapped__, types.FunctionType)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("policy", ["qevict:budget=40%,decay=0.95", "h2o:budget=1000,codec=int8"])
+def test_sums_of_drafts_are_those_of_the_tokens_that_stay(policy):
+    """A prompt, and in coded tiers another one, with drafts that are taken back."""
+    model, ids = tiny(), prompt(500)
+    columns = []
+    for drafts in (5, 0):
+        with kvstrata.compress(model, policy) as cache:
+            model(ids[:, :300], **kv(cache))
+            cache.activate_past_recording()
+            model(ids[:, 300 : 400 + drafts], **kv(cache))
+            cache.crop(-drafts)
+            columns.append([layer.store.column("mass") for layer in cache.strata.values()])
+    for left, plain in zip(*columns, strict=True):
+        assert torch.allclose(left, plain, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_first_prompt_s_decaying_sums_are_those_of_the_tokens_that_stay():
+    model, ids, columns = tiny(), prompt(205), []
+    for drafts in (5, 0):
+        with kvstrata.compress(model, "qevict:budget=40%,decay=0.95") as cache:
+            cache.activate_past_recording()
+            model(ids[:, : 200 + drafts], **kv(cache))
+            cache.crop(-drafts)
+            columns.append([cache.entries(layer) for layer in range(3)])
+            columns.append([layer.store.column("mass") for layer in cache.strata.values()])
+    assert columns[0] == columns[2]
+    for left, plain in zip(columns[1], columns[3], strict=True):
+        assert torch.allclose(left, plain, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_cache_can_be_saved_after_assisted_decoding(tmp_path):
+    model = tiny()
+    with kvstrata.compress(model, "h2o:budget=20") as cache:
+        model.generate(prompt(40), **kv(cache), max_new_tokens=6, do_sample=False, prompt_lookup_num_tokens=3)
+        cache.save(tmp_path / "saved")
+        with kvstrata.compress(model, "h2o:budget=20") as other:
+            other.load(tmp_path / "saved")
+            assert other.entries(0) == cache.entries(0)

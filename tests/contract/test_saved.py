@@ -3,6 +3,8 @@
 import copy
 import gc
 import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -96,6 +98,33 @@ def test_a_fork_learns_of_logits_and_closes_with_its_block():
         assert fork.report().layers[0].no_logits == 0
     with pytest.raises(kvstrata.core.KvstrataError, match="block has ended"):
         tiny()(ids[:, :1], **kv(fork))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("policy", ["h2o:budget=40", "full:codec=int8,exact=16"])
+def test_forks_may_run_in_threads(policy):
+    """Forks share pages until they write; each must go on as it would alone."""
+    model, ids = tiny(), prompt(240)
+    more = [prompt(60, seed=seed) for seed in range(4)]
+    with kvstrata.compress(model, policy) as cache:
+        model(ids[:, :200], **kv(cache))
+
+        def go(fork, tokens):
+            with torch.no_grad():
+                parts = [model(tokens[:, i : i + 1], **kv(fork)).logits for i in range(tokens.shape[1])]
+            return torch.cat(parts, dim=1)
+
+        alone = [go(cache.fork(), tokens) for tokens in more]
+        forks = [cache.fork() for _ in more]
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(1e-5)
+        try:
+            with ThreadPoolExecutor(len(more)) as pool:
+                together = list(pool.map(go, forks, more))
+        finally:
+            sys.setswitchinterval(before)
+        for one, other in zip(alone, together, strict=True):
+            assert torch.allclose(one, other, atol=1e-5)
 
 
 @torch.no_grad()

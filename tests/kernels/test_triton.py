@@ -17,7 +17,7 @@ import torch
 from kvstrata.kernels.attention import Softmax
 from kvstrata.kernels.codec import INT2, INT4, INT8, Codec
 from kvstrata.kernels.mass import ALL_ROWS, Reduction
-from kvstrata.kernels.pages import PAGE, Format, Pages
+from kvstrata.kernels.pages import PAGE, Format, Pages, block_of
 
 from . import random_pages
 from .random_pages import read
@@ -289,6 +289,22 @@ def test_append_of_more_than_the_table_holds_harms_nobody():
     attention.append(pages, queries(1, 2, 2, 16, torch.float32), queries(1, 2, 2, 16, torch.float32))
     pages.lengths.fill_(1)
     assert torch.equal(read(pages, 1)[0], before[0])
+
+
+@runs
+@pytest.mark.filterwarnings("ignore:All-NaN slice")  # NumPy's, under the interpreter
+@pytest.mark.parametrize("where", ["key", "query"])
+def test_nan_is_not_hidden(where):
+    pages, q = make_pages(None, torch.float32, [380], 16), queries(1, 1, 1, 16, torch.float32)
+    if where == "key":
+        page = int(pages.table[0, 1])
+        block = block_of(pages.blocks, page)
+        block.k[page - block.first, 3] = torch.nan
+    else:
+        q[..., 2] = torch.nan
+    out, lse, _ = attention.attend_pages(q, [pages], softmax=Softmax(SCALE), reduction=Reduction(1), tuning=TWO)
+    assert out.isnan().all()
+    assert lse.isnan().all()
 
 
 @runs

@@ -134,13 +134,17 @@ class PolicyCache:
             self.mode.confidence = [self.mode.confidence[row] for row in rows]
             self.mode.moods = [self.mode.moods[row] for row in rows] if self.mode.moods else []
 
+    def check_crop(self) -> None:
+        """Raise `InputError` where nothing can be taken back."""
+        if self.mode.prefilling:
+            raise InputError("crop() inside prefilling(): scores of what was fed cannot be taken back; end it first")
+
     def crop(self, count: int) -> None:
         """Forget the newest `count` tokens of every row and settle drafts, also by crop(0).
 
         Drafts that stay count, those that go never did.
         """
-        if self.mode.prefilling:
-            raise InputError("crop() inside prefilling(): scores of what was fed cannot be taken back; end it first")
+        self.check_crop()
         if any(layer.judges(count) for layer in self.layers.values()):
             self.settle()
         for layer in self.layers.values():

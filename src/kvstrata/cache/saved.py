@@ -20,7 +20,7 @@ FORMAT = 1  # of the files; a reader refuses others
 
 def take(cache: PolicyCache) -> snapshot.Saved:
     """Everything that a cache holds. Raises `InputError` while a forward waits to be settled."""
-    if cache.waits or cache.mode.prefilling or cache.mode.drafting:
+    if cache.waits or cache.mode.prefilling:
         raise InputError("a forward of this cache waits: end prefilling(), or crop() drafts, then save")
     tensors: dict[str, Tensor] = {}
     layers: dict[str, Any] = {}

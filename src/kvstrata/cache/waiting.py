@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from kvstrata.cache.step import MOST_DRAFTS, Mode, Pending, joined_queries, newest_queries
 from kvstrata.cache.stored import mass_of
 from kvstrata.core import Phase
 from kvstrata.kernels.attention import Softmax
-from kvstrata.kernels.mass import ALL_ROWS, Future, Moments
+from kvstrata.kernels.mass import ALL_ROWS, Future, Moments, Reduction
 from kvstrata.policy.policy import Rule
 from kvstrata.store import LayerStore
 
@@ -83,10 +84,17 @@ def begun(judged: Pending | None, rules: Mapping[Phase, Rule | None]) -> Pending
 def sum_late(store: LayerStore, forward: Pending, rule: Rule) -> None:
     """Sum what the queries that were kept gave, where that was put off."""
     queries, forward.queries = forward.queries, []
-    if queries and rule.scorer.mass:
-        assert forward.softmax is not None
-        late = mass_of(store, queries, forward.softmax, rule.scorer.mass)
-        forward.mass = late if forward.mass is None else forward.mass[:, :, : late.shape[2]] + late
+    if not (queries and rule.scorer.mass):
+        return
+    assert forward.softmax is not None
+    late = mass_of(store, queries, forward.softmax, rule.scorer.mass)
+    if forward.mass is not None:
+        exact = store.widths[0]  # of which a verdict took the end; coded entries stand behind them
+        coded = forward.mass[:, :, forward.mass.shape[2] - (late.shape[2] - exact) :]
+        newer = torch.tensor([q.shape[1] for q in queries], device=late.device)[:, None, None]
+        assert isinstance(rule.scorer.mass, Reduction)  # the others are no sums over parts
+        late += torch.cat([forward.mass[:, :, :exact], coded], dim=2) * rule.scorer.mass.decay**newer
+    forward.mass = late
 
 
 def drafted(store: LayerStore, this: Pending, q: Tensor, asks: bool) -> Pending:

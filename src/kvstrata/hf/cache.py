@@ -153,10 +153,19 @@ class StrataCache(Cache):
 
     # -- transformers' cache contract, where layers must act together -------------------------------------------
 
+    def get_mask_sizes(self, *arguments: Any, **named: Any) -> tuple[int, int]:
+        """What transformers asks before every forward. Raises `InputError` after one that ended half-way."""
+        fed = next(iter(self.strata.values())).columns_fed
+        others = (getattr(self.layers[index], "get_seq_length", None) for index in self.passed_through)
+        if any(ask is not None and ask() > fed for ask in others):
+            raise InputError("a forward was interrupted half-way, so layers hold different tokens: reset() the cache")
+        return super().get_mask_sizes(*arguments, **named)
+
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the newest -tokens_to_remove tokens of every row and settle drafts; crop(0) accepts them all."""
         if tokens_to_remove > 0:
             raise InputError(f"crop({tokens_to_remove}): give the number of tokens to remove as a negative number")
+        self.engine.check_crop()  # before a passed-through layer has forgotten anything
         super().crop(tokens_to_remove)
         self.engine.crop(-int(tokens_to_remove))  # older releases give a tensor
 

@@ -25,7 +25,7 @@ def read(pages: Pages) -> tuple[Tensor, Tensor]:
     v = torch.zeros(segments, columns, PAGE, format.v_dim, dtype=dtype, device=device)
     slots = torch.arange(columns * PAGE, device=device) < pages.lengths[:, None]  # [S, N]
     missing = slots[:, ::PAGE].clone()  # [S, pages]: what lies past a segment's pages means nothing
-    for block in pages.blocks:
+    for block in tuple(pages.blocks):
         place = pages.table[:, :columns] - block.first
         here = missing & (place >= 0) & (place < block.k.shape[0])
         k[here], v[here] = _entries(format, block, place[here])

@@ -14,6 +14,7 @@ from kvstrata.kernels.pages import Format, Pages
 KernelName = Literal["auto", "native", "triton", "reference", "exact"]
 Implementation = Literal["native", "triton", "reference", "exact"]
 KERNELS: tuple[KernelName, ...] = ("auto", "native", "triton", "reference", "exact")
+MOST_THREADS = 256  # MAX_THREADS of native/pool.h
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
@@ -31,6 +32,11 @@ def native_module() -> Any:
         )
         return None
     return _native
+
+
+def native_threads() -> int:
+    """Threads of torch's, as many as native kernels can use."""
+    return min(torch.get_num_threads(), MOST_THREADS)
 
 
 def native_serves(format: Format, device: torch.device) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -18,7 +19,10 @@ GROWTH = 16  # a block made for few pages has a sixteenth of what there is, so t
 
 
 class Arena:
-    """Pages by number: taken, shared, given back. A block that nobody uses goes back to the system at once."""
+    """Pages by number: taken, shared, given back. A block that nobody uses goes back to the system at once.
+
+    Forks of a cache share one, and may run in threads of their own.
+    """
 
     def __init__(
         self, format: Format, device: torch.device, account: Account, kernels: Implementation = "reference"
@@ -32,13 +36,15 @@ class Arena:
         self._taken: list[bytearray] = []  # of every block: 1 where a page is in use
         self._extra: Counter[int] = Counter()  # users beyond the first of a page that has several
         self._pages = 0
+        self._lock = threading.RLock()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "native": None}
+        return {**self.__dict__, "native": None, "_lock": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copied arena has a native twin of its own."""
         self.__dict__.update(state)
+        self._lock = threading.RLock()
         self.native = dispatch.native_arena(self.kernels, self.format)
         for block in self.blocks:
             self._tell_native(block)
@@ -63,65 +69,71 @@ class Arena:
 
     def take(self, count: int, together: bool) -> list[int]:
         """Take pages, with consecutive numbers in one block where that needs no new block, or always if `together`."""
-        if count == 0:
-            return []
-        for block, taken in zip(self.blocks, self._taken, strict=True):
-            if (start := taken.find(bytes(count))) >= 0:
-                return self._mark(block, taken, range(start, start + count))
-        found: list[int] = []
-        if not together:
+        with self._lock:
+            if count == 0:
+                return []
             for block, taken in zip(self.blocks, self._taken, strict=True):
-                free = [i for i, used in enumerate(taken) if not used][: count - len(found)]
-                found += self._mark(block, taken, free)
-        if missing := count - len(found):
-            found += self._mark(*self._new_block(max(missing, self._pages // GROWTH)), range(missing))
-        return found
+                if (start := taken.find(bytes(count))) >= 0:
+                    return self._mark(block, taken, range(start, start + count))
+            found: list[int] = []
+            if not together:
+                for block, taken in zip(self.blocks, self._taken, strict=True):
+                    free = [i for i, used in enumerate(taken) if not used][: count - len(found)]
+                    found += self._mark(block, taken, free)
+            if missing := count - len(found):
+                found += self._mark(*self._new_block(max(missing, self._pages // GROWTH)), range(missing))
+            return found
 
     def share(self, pages: Iterable[int]) -> None:
         """Add a user to every page."""
-        self._extra.update(pages)
+        with self._lock:
+            self._extra.update(pages)
 
     def give(self, pages: Iterable[int]) -> None:
         """Let go of pages; those without users are free, and blocks without any go."""
-        for page in pages:
-            if page in self._extra:
-                self._extra[page] -= 1
-                if not self._extra[page]:
-                    del self._extra[page]
-                continue
-            number = self._number(page)
-            self._taken[number][page - self.blocks[number].first] = 0
-        for number in reversed(range(len(self.blocks))):
-            if not any(self._taken[number]):
-                gone = self.blocks.pop(number)
-                del self._taken[number]
-                self._pages -= gone.k.shape[0]
-                if self.native is not None:
-                    self.native.remove(gone.first)
-        self._settle_account()
+        with self._lock:
+            for page in pages:
+                if page in self._extra:
+                    self._extra[page] -= 1
+                    if not self._extra[page]:
+                        del self._extra[page]
+                    continue
+                number = self._number(page)
+                self._taken[number][page - self.blocks[number].first] = 0
+            for number in reversed(range(len(self.blocks))):
+                if not any(self._taken[number]):
+                    gone = self.blocks.pop(number)
+                    del self._taken[number]
+                    self._pages -= gone.k.shape[0]
+                    if self.native is not None:
+                        self.native.remove(gone.first)
+            self._settle_account()
 
     def read(self, pages: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
         """What these pages hold: k [n, ...], v and grid, as a `Block` has them. Not to be written to."""
-        if pages:
-            return read_pages(self.blocks, pages)
-        f = self.format
-        shapes = [(f.k_shape, f.payload_dtype), (f.v_shape, f.payload_dtype), ((f.grid_numbers,), f.grid_dtype)]
-        k, v, grid = (torch.empty(0, *shape, dtype=dtype, device=self.device) for shape, dtype in shapes)
-        return k, v, grid
+        with self._lock:
+            if pages:
+                return read_pages(self.blocks, pages)
+            f = self.format
+            shapes = [(f.k_shape, f.payload_dtype), (f.v_shape, f.payload_dtype), ((f.grid_numbers,), f.grid_dtype)]
+            k, v, grid = (torch.empty(0, *shape, dtype=dtype, device=self.device) for shape, dtype in shapes)
+            return k, v, grid
 
     def write(self, pages: Sequence[int], k: Tensor, v: Tensor, grid: Tensor) -> None:
         """Fill these pages with what `read` gives."""
-        write_pages(self.blocks, pages, k, v, grid)
+        with self._lock:
+            write_pages(self.blocks, pages, k, v, grid)
 
     def own(self, pages: Sequence[int]) -> list[int]:
         """The same pages for one user alone: copies in place of shared ones, which are let go of."""
-        found = list(pages)
-        shared = [i for i, page in enumerate(pages) if self.is_shared(page)]
-        for i, mine in zip(shared, self.take(len(shared), together=False), strict=True):
-            self.write([mine], *self.read([pages[i]]))
-            self.give([pages[i]])
-            found[i] = mine
-        return found
+        with self._lock:
+            found = list(pages)
+            shared = [i for i, page in enumerate(pages) if self.is_shared(page)]
+            for i, mine in zip(shared, self.take(len(shared), together=False), strict=True):
+                self.write([mine], *self.read([pages[i]]))
+                self.give([pages[i]])
+                found[i] = mine
+            return found
 
     def _mark(self, block: Block, taken: bytearray, places: Iterable[int]) -> list[int]:
         pages: list[int] = []

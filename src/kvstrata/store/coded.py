@@ -18,6 +18,8 @@ from kvstrata.store.columns import Columns
 from kvstrata.store.exact import ExactTier
 from kvstrata.store.table import PageTable
 
+SHUFFLED = 64  # pages that are read and written together
+
 
 class Restored(NamedTuple):
     """Entries that leave a coded tier as exact copies of their codes.
@@ -309,10 +311,13 @@ class PageTier(CodedTier):
 
     def _shuffle(self, places: Sequence[tuple[int, int]], order: Tensor) -> None:
         """Let slot j of page i of `places`, (segment, place), be what its slot order[i, j] was."""
-        pages = self.arena.own([self.pages[s][place] for s, place in places])
-        self.arena.write(pages, *packing.reorder(self.arena.format, *self.arena.read(pages), order))
-        for (s, place), page in zip(places, pages, strict=True):
-            self.pages[s][place] = page
+        for first in range(0, len(places), SHUFFLED):  # so that copies stay small
+            part = places[first : first + SHUFFLED]
+            pages = self.arena.own([self.pages[s][place] for s, place in part])
+            slots = order[first : first + SHUFFLED]
+            self.arena.write(pages, *packing.reorder(self.arena.format, *self.arena.read(pages), slots))
+            for (s, place), page in zip(part, pages, strict=True):
+                self.pages[s][place] = page
 
     def refill(self, fills: Sequence[Sequence[int]]) -> None:
         """Set the entries of pages that were put here."""

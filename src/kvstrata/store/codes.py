@@ -62,11 +62,11 @@ class Codes:
         old = self._each_head(moves.segment, moves.source, moves.target)
         fresh = packing.Packed(*arena.read([]), 0)
         if self._codec.running:
-            units.move_units(f, arena.blocks, table, old, fresh, arena.native)
+            units.move_units(f, list(arena.blocks), table, old, fresh, arena.native)
             if len(moves.new_segment):
                 new = self._each_head(moves.new_segment, moves.at[:, 0], moves.new_target)
                 view = exact.table.view()
-                done = units.code_units(f, arena.blocks, view, table, new, self.frames, arena.native)
+                done = units.code_units(f, list(arena.blocks), view, table, new, self.frames, arena.native)
                 self.rescales, self.nonfinite = self.rescales + done[0], self.nonfinite + done[1]
         else:
             if len(moves.new_segment):
@@ -74,7 +74,7 @@ class Codes:
                 new = self._each_head(moves.new_segment, moves.new_target, moves.new_target)
                 new[:, 1] = width * PAGE + torch.arange(len(new), device=table.device) * self._codec.unit
                 old = torch.cat([old, new])
-            units.move_units(f, arena.blocks, table, old, fresh, arena.native)
+            units.move_units(f, list(arena.blocks), table, old, fresh, arena.native)
         self._resize(each)
 
     def _each_head(self, segment: Tensor, source: Tensor, target: Tensor) -> Tensor:

@@ -52,6 +52,6 @@ def attend_pages(
         counts=reduction is not None and reduction.counts,
         mass=mass,
         offsets=offsets,
-        threads=torch.get_num_threads(),
+        threads=dispatch.native_threads(),
     )
     return out, mass

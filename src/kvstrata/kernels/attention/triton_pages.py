@@ -170,7 +170,7 @@ def keep_partial(partial, walked, at, there, DIM: tl.constexpr):
     """Store what rows got from a split as if it were all; only the lse, -inf, of those that saw none of it."""
     out, high, weight = walked
     d = tl.arange(0, out.shape[1])
-    some = weight > 0.0
+    some = weight != 0.0  # true of NaN, which passes through
     weight = tl.where(some, weight, 1.0)
     tl.store(partial.lse + at, tl.where(some, high + tl.log2(weight), float("-inf")), mask=there)
     there = (there & some)[:, None] & (d < DIM)[None, :]
@@ -203,7 +203,7 @@ def merge_splits(
     for first in range(0, tl.where(there, splits, 0), SPLITS):
         at = (segment * splits + first + part) * every + row
         e = tl.load(partial.lse + at, mask=first + part < splits, other=float("-inf"))
-        some = (e > float("-inf"))[:, None] & (d < V_DIM)[None, :]
+        some = (e != float("-inf"))[:, None] & (d < V_DIM)[None, :]
         outs = tl.load(partial.out + at[:, None] * V_DIM + d[None, :], mask=some, other=0.0)
         new = tl.maximum(high, tl.max(e, axis=0))
         base = tl.where(new == float("-inf"), 0.0, new)
@@ -211,7 +211,7 @@ def merge_splits(
         merged = merged * shrink + tl.sum(outs * p[:, None], axis=0)
         weight = weight * shrink + tl.sum(p, axis=0)
         high = new
-    some = tl.where(there, weight, 0.0) > 0.0
+    some = tl.where(there, weight, 0.0) != 0.0
     weight = tl.where(some, weight, 1.0)
     at = segment * every + row
     tl.store(out + at * V_DIM + d, (merged / weight).to(out.dtype.element_ty), mask=d < V_DIM)

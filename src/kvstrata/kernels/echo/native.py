@@ -24,6 +24,6 @@ def echo(q: Tensor, k: Tensor, base: Tensor, *, before: int, band: Band, softmax
         before=before,
         skip=skip,
         softcap=softmax.softcap or 0.0,
-        threads=torch.get_num_threads(),
+        threads=dispatch.native_threads(),
     )
     return best

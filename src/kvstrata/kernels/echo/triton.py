@@ -79,7 +79,7 @@ def total_of_queries(
         at_zero = tl.where(new == float("-inf"), 0.0, new)
         weight = weight * tl.exp2(high - at_zero) + tl.exp2(s - at_zero)
         high = new
-    some = weight > 0.0
+    some = weight != 0.0  # true of NaN, which passes through
     tl.store(total + at, tl.where(some, high + tl.log2(tl.where(some, weight, 1.0)), float("-inf")), mask=row < rows)
 
 

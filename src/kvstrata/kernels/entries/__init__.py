@@ -40,7 +40,7 @@ def move(source: Pages, target: Pages, segment: Tensor, at: Tensor, to: Tensor) 
         return
     order = torch.full((len(source.lengths), int(to.max()) + 1), -1, dtype=torch.int32)
     order[segment, to] = at.int()
-    threads = 1 if len(to) < MANY else torch.get_num_threads()
+    threads = 1 if len(to) < MANY else dispatch.native_threads()
     dispatch.native_module().move(source.twin, target.twin, order, threads=threads)
 
 

@@ -49,21 +49,23 @@ def put(pages: Pages, segment: Tensor, slot: Tensor, k: Tensor | None, v: Tensor
 
 def _take(pages: Pages, part: Part, rows: Tensor) -> Tensor:
     """Copies [n, D] of rows."""
-    memory = [_flat(block, part) for block in pages.blocks]
+    blocks = tuple(pages.blocks)  # another thread's fork may change the list
+    memory = [_flat(block, part) for block in blocks]
     if len(memory) == 1:
-        return memory[0][rows - pages.blocks[0].first * PAGE]
+        return memory[0][rows - blocks[0].first * PAGE]
     out = memory[0].new_empty(len(rows), memory[0].shape[1])
-    for flat, which, at in _by_block(pages, memory, rows):
+    for flat, which, at in _by_block(blocks, memory, rows):
         out[which] = flat[at]
     return out
 
 
 def _write(pages: Pages, part: Part, rows: Tensor, values: Tensor) -> None:
-    memory = [_flat(block, part) for block in pages.blocks]
+    blocks = tuple(pages.blocks)  # another thread's fork may change the list
+    memory = [_flat(block, part) for block in blocks]
     if len(memory) == 1:
-        memory[0][rows - pages.blocks[0].first * PAGE] = values
+        memory[0][rows - blocks[0].first * PAGE] = values
         return
-    for flat, which, at in _by_block(pages, memory, rows):
+    for flat, which, at in _by_block(blocks, memory, rows):
         flat[at] = values[which]
 
 
@@ -79,9 +81,9 @@ def _rows(pages: Pages, segment: Tensor, slot: Tensor) -> Tensor:
     return pages.table[segment, slot // PAGE].long() * PAGE + slot % PAGE
 
 
-def _by_block(pages: Pages, memory: list[Tensor], rows: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def _by_block(blocks: Sequence[Block], memory: list[Tensor], rows: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield (memory of one block, which of `rows` lie in it, where in it)."""
-    for block, flat in zip(pages.blocks, memory, strict=True):
+    for block, flat in zip(blocks, memory, strict=True):
         at = rows - block.first * PAGE
         which = ((at >= 0) & (at < len(flat))).nonzero().flatten()
         if which.numel():

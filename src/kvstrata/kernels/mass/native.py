@@ -21,11 +21,11 @@ def column_mass(
     own: Tensor | None = None,
 ) -> Tensor:
     """See `kernels.mass.ref`."""
-    if own is not None or not k.shape[2]:
+    if own is not None or not k.shape[2] or not q.shape[2]:
         return ref.column_mass(q, k, lse, scale=scale, reduction=reduction, softcap=softcap, own=own)
     mass = torch.empty(k.shape[:3], dtype=torch.float32)
     options = {"softcap": softcap or 0.0, "decay": reduction.decay, "counts": reduction.counts}
-    threads = torch.get_num_threads()
+    threads = dispatch.native_threads()
     dispatch.native_module().column_mass(q, k, lse.contiguous(), mass, scale, **options, threads=threads)
     return mass
 
@@ -40,10 +40,10 @@ def column_lse(
     own: Tensor | None = None,
 ) -> Tensor:
     """See `kernels.mass.ref`."""
-    if own is not None or not k.shape[2]:
+    if own is not None or not k.shape[2] or not q.shape[2]:
         return ref.column_lse(q, k, scale=scale, softcap=softcap, sinks=sinks, own=own)
     lse = torch.empty(q.shape[:3], dtype=torch.float32)
     sinks = None if sinks is None else sinks.float()
-    threads = torch.get_num_threads()
+    threads = dispatch.native_threads()
     dispatch.native_module().column_lse(q, k, lse, scale, softcap=softcap or 0.0, sinks=sinks, threads=threads)
     return lse

@@ -130,7 +130,7 @@ def lse_of_rows(
         base = tl.where(new == float("-inf"), 0.0, new)
         weight = weight * tl.exp2(high - base) + tl.sum(tl.exp2(s - base[:, None]), axis=1)
         high = new
-    some = weight > 0.0
+    some = weight != 0.0  # true of NaN, which passes through
     lse = tl.where(some, (high + tl.log2(tl.where(some, weight, 1.0))) * LN2, float("-inf"))
     at = (tl.program_id(2).to(tl.int64) * tl.num_programs(1) + head) * rows + row
     tl.store(parts + at, lse, mask=row < rows)

@@ -96,7 +96,7 @@ void move_units(Arena* arena, nb::handle table, nb::handle moves, int unit, nb::
                 nb::handle fresh_grid) {
   const Format f = arena->format();
   if (!f.coded) fail("units move between coded pages");
-  if (unit != (f.symmetric ? 1 : f.window)) fail("unit must be what shares a grid: " + std::to_string(f.window));
+  if (unit != f.window && !(f.symmetric && unit == 1)) fail("unit must be what shares a grid: " + std::to_string(f.window));
   const Table to(*arena, table);
   const Array list = moves_array(moves), k = view(fresh_k, "fresh_k"), v = view(fresh_v, "fresh_v");
   const Array grid = view(fresh_grid, "fresh_grid");
