@@ -46,7 +46,7 @@ def evaluate(
     ] = "50%,25%",
     task: Annotated[str, typer.Option(help="Tasks, by commas; ruler-* for all that begin so.")] = "needle",
     scope: Annotated[
-        str, typer.Option(help="context: the question comes after compression; prompt: before, as always in --lm-eval.")
+        str, typer.Option(help="context: asks after compression; prompt: before, as --lm-eval.")
     ] = "context",
     contexts: Annotated[int | None, typer.Option(min=1, help="Examples of each task; default: the task's own.")] = None,
     length: Annotated[int | None, typer.Option(min=64, help="Tokens of a context; default: the task's own.")] = None,
