@@ -40,14 +40,10 @@ def evaluate(
     policy: Annotated[str, typer.Option(help="Policies, by commas; full and random always run too.")] = "h2o,snapkv",
     budget: Annotated[
         str,
-        typer.Option(
-            help="Budgets, by commas: 25% of the full cache's held bytes (--lm-eval: of the tokens), 256 tokens."
-        ),
+        typer.Option(help="Budgets, by commas: 25% of the full cache's held bytes (--lm-eval: tokens), 256 tokens."),
     ] = "50%,25%",
     task: Annotated[str, typer.Option(help="Tasks, by commas; ruler-* for all that begin so.")] = "needle",
-    scope: Annotated[
-        str, typer.Option(help="context: asks after compression; prompt: before, as --lm-eval.")
-    ] = "context",
+    scope: Annotated[str, typer.Option(help="context: asked after compression; prompt: before.")] = "context",
     contexts: Annotated[int | None, typer.Option(min=1, help="Examples of each task; default: the task's own.")] = None,
     length: Annotated[int | None, typer.Option(min=64, help="Tokens of a context; default: the task's own.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Draws other examples.")] = 0,
