@@ -110,7 +110,7 @@ def test_a_budget_that_holds_everything_codes_nothing():
     assert cache.report().layers[0].tiers == {"exact": 100}
 
 
-@pytest.mark.parametrize("options", ["", ",heads=each", ",code=k2v2"])
+@pytest.mark.parametrize("options", ["", ",heads=each", ",code=k2v2", ",code=int8,window=64"])
 def test_native_kernels_and_torch_agree(options):
     ids = prompt(360)
     policy = f"qevict:budget=30%,recent=16{options}"
