@@ -166,8 +166,7 @@ def test_answers_are_what_generate_gives(model, tokenizer, scope):
 def test_a_question_chooses_nothing_of_the_context(model, tokenizer):
     one = Example("a", WORDS[0][:40], [Probe(WORDS[1][:50], [], references=("x",))])
     with ExitStack() as stack:
-        policies = {"full": "full", "snapkv": "snapkv:budget=16", "keydiff": "keydiff:budget=16"}
-        mine = caches(stack, model, policies)
+        mine = caches(stack, model, {"full": "full", "snapkv": "snapkv:budget=16"})
         run_answers(model, tokenizer, mine, one, "context", 1)
         after = [entry for entry in mine["snapkv"].entries(0, row=0, head=0) if entry < 40]
         alone = stack.enter_context(kvstrata.compress(model, "snapkv:budget=16"))

@@ -18,7 +18,7 @@ from kvstrata.cache.fed import Fed
 from kvstrata.cache.limits import exceeds, guarding, limits_of
 from kvstrata.cache.model import NOTHING, Model
 from kvstrata.cache.shown import marked, shown
-from kvstrata.cache.step import MOST_DRAFTS, Events, Mode, Pending, check_own
+from kvstrata.cache.step import INTERRUPTED, MOST_DRAFTS, Events, Mode, Pending, check_own
 from kvstrata.cache.stored import attend_stored
 from kvstrata.cache.waiting import begun, drafted, first_sums, joined, put_off, seeded, sum_late, with_queries
 from kvstrata.core import InputError, LayerShape, Phase, Plan, Signals, SpecError, Tier
@@ -212,7 +212,7 @@ class Layer:
         if queries == 0:
             raise InputError("no tokens to attend to: the prompt is empty")
         if self._at[1] == 0 and len({clock.columns for clock in self._mode.clocks}) > 1:
-            raise InputError("a forward was interrupted half-way, so layers hold different tokens: reset() the cache")
+            raise InputError(INTERRUPTED)
         if self.store.is_empty:
             if k.device.type != "meta":
                 try:

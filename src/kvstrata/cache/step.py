@@ -15,6 +15,7 @@ from kvstrata.kernels.mass import ALL_ROWS, Moments
 from kvstrata.policy.confidence import Mood, Steady
 from kvstrata.policy.policy import Rule
 
+INTERRUPTED = "a forward was interrupted half-way, so layers hold different tokens: reset() the cache"
 MOST_DRAFTS = 64  # tokens that one verdict may reject
 
 

@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvstrata.cache import Layer, PolicyCache, Report
 from kvstrata.cache.report import build_report
+from kvstrata.cache.step import INTERRUPTED
 from kvstrata.core import InputError, KvstrataError, SpecError, UnsupportedModelError
 from kvstrata.hf import compat, files
 from kvstrata.hf.attention import Handoff
@@ -158,7 +159,7 @@ class StrataCache(Cache):
         fed = next(iter(self.strata.values())).columns_fed
         others = (getattr(self.layers[index], "get_seq_length", None) for index in self.passed_through)
         if any(ask is not None and ask() > fed for ask in others):
-            raise InputError("a forward was interrupted half-way, so layers hold different tokens: reset() the cache")
+            raise InputError(INTERRUPTED)
         return super().get_mask_sizes(*arguments, **named)
 
     def crop(self, tokens_to_remove: int) -> None:

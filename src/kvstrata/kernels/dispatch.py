@@ -14,7 +14,6 @@ from kvstrata.kernels.pages import Format, Pages
 KernelName = Literal["auto", "native", "triton", "reference", "exact"]
 Implementation = Literal["native", "triton", "reference", "exact"]
 KERNELS: tuple[KernelName, ...] = ("auto", "native", "triton", "reference", "exact")
-MOST_THREADS = 256  # MAX_THREADS of native/pool.h
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
@@ -36,7 +35,7 @@ def native_module() -> Any:
 
 def native_threads() -> int:
     """Threads of torch's, as many as native kernels can use."""
-    return min(torch.get_num_threads(), MOST_THREADS)
+    return min(torch.get_num_threads(), native_module().MAX_THREADS)
 
 
 def native_serves(format: Format, device: torch.device) -> bool:

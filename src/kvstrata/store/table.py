@@ -160,12 +160,10 @@ class PageTable:
 
     def own(self, segment: int, places: Iterable[int]) -> None:
         """Copy those of a segment's pages at `places` that have other users, so that they may be written to."""
-        pages = self.pages[segment]
-        shared = [place for place in places if self.arena.is_shared(pages[place])]
-        if shared:
-            for place, mine in zip(shared, self.arena.own([pages[place] for place in shared]), strict=True):
-                pages[place] = mine
-            self._view = None
+        pages, places = self.pages[segment], list(places)
+        for place, mine in zip(places, self.arena.own([pages[place] for place in places]), strict=True):
+            if mine != pages[place]:
+                pages[place], self._view = mine, None
 
     def select(self, segments: Sequence[int]) -> None:
         """Make segment i what segment segments[i] is now, sharing its pages."""

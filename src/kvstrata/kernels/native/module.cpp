@@ -35,6 +35,7 @@ NB_MODULE(_native, m) {
   using namespace kvstrata;
   nb::set_leak_warnings(false);  // caches in modules live until the interpreter ends
   m.attr("PAGE") = PAGE;
+  m.attr("MAX_THREADS") = MAX_THREADS;
   isa();  // a wrong KVSTRATA_ISA fails here
   m.def("isa", [] { return isa().name; });
   m.def("isas", &isas);
