@@ -195,6 +195,8 @@ class StrataCache(Cache):
 
     def reset(self) -> None:
         """Free everything and start anew."""
+        for index in self.passed_through:
+            compat.empty(self.layers[index])
         super().reset()
         self.engine.reset()
 

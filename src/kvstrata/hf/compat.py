@@ -14,7 +14,7 @@ import transformers
 from packaging.version import Version
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -124,6 +124,15 @@ def check_model(model: object) -> None:
 def stock_layers(config: PretrainedConfig) -> list[Any]:
     """The cache layers that transformers itself would use for this model."""
     return cast("list[Any]", DynamicCache(config=config).layers)
+
+
+def empty(layer: Any) -> None:
+    """Let go of what a growing layer holds: `reset` of older releases only fills it with zeros."""
+    if isinstance(layer, DynamicLayer):
+        layer.keys = layer.values = None
+        for made in ("is_initialized", "is_indexer_initialized"):
+            if hasattr(layer, made):
+                setattr(layer, made, False)  # the next forward begins with new tensors
 
 
 def not_compressed(config: PretrainedConfig, stock: list[Any]) -> dict[int, str]:
