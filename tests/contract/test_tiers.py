@@ -56,7 +56,7 @@ def test_eight_bits_change_little_and_save_bytes():
 @torch.no_grad()
 def test_rows_may_be_repeated_and_dropped_apart():
     ids = prompt(300)
-    with kvstrata.compress(tiny(), "h2o:budget=200,codec=int8,exact=32") as cache:
+    with kvstrata.compress(tiny(), "h2o:budget=200,codec=int8,exact=32,room=1") as cache:
         tiny()(ids, **kv(cache))
         before = cache.nbytes.held
         cache.batch_repeat_interleave(3)

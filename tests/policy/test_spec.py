@@ -57,6 +57,18 @@ def test_every_preset_reads_by_its_name(name):
     assert hash(policy) == hash(parse_policy(f" {name} "))
 
 
+def test_what_is_coded_goes_sixteen_at_a_time(file):
+    def room(text):
+        return parse_policy(text).rule(0, "decode").trigger
+
+    assert room("h2o") == OnOverflow(1)
+    assert room("h2o:codec=int8") == OnOverflow(16)
+    assert room("h2o:codec=int8,room=1") == OnOverflow(1)
+    rule = "layers:\n  0-: {decode: {scorer: keynorm, budget: 64, codec: int8%s}}\n"
+    assert room(file(rule % "")) == OnOverflow(16)
+    assert room(file(rule % ", room: 4")) == OnOverflow(4)
+
+
 def test_text_sets_what_it_names():
     rule = Rule(AccumulatedMass(), Tokens(256), Token("each"), protect=Protect(0, 64))
     assert parse_policy("h2o:budget=256,recent=64") == both("h2o", rule)

@@ -115,6 +115,7 @@ def read_policy(path: Path) -> Policy:
 
 
 TIERING = ("codec", "exact", "group", "key_space")  # options of every preset and rule
+CODED_ROOM = 16  # tokens to make room for at once behind codec=, where each drop rewrites a coded page
 PROMPT = "prompt"  # of every preset: keep, for a budget of what is generated alone
 HEADS = "heads"  # of every preset that has no such option of its own: a file of kvstrata calibrate heads
 
@@ -124,6 +125,8 @@ def _preset(name: str, options: Table) -> Policy:
     own = tuple(inspect.signature(make).parameters)
     _only(options, (*own, *TIERING, HEADS, PROMPT), where)
     beside = {key: value for key, value in options.items() if key not in (*own, HEADS, PROMPT)}
+    if "codec" in beside and "room" in own:
+        options = {"room": CODED_ROOM} | options
     policy = _build(where, make, {key: value for key, value in options.items() if key in own})
     if HEADS in options and HEADS not in own:
         if policy.name == "full":
@@ -193,7 +196,7 @@ def _rule(table: Table, where: str) -> Rule:
         parse_budget(table["budget"]),
         _build(where, Token, {"heads": table.get("heads", "shared")}),
         _tiers(table, where),
-        trigger=_build(where, OnOverflow, {"room": table.get("room", 1)}),
+        trigger=_build(where, OnOverflow, {"room": table.get("room", CODED_ROOM if "codec" in table else 1)}),
         protect=_build(where, Protect, protect),
         merge=cast(Merging, _named(MERGES, table["merge"], where)) if "merge" in table else None,
     )
