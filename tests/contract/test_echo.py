@@ -32,8 +32,8 @@ def seen(monkeypatch):
     return parts
 
 
-def defined(model, layer, q, k, v):
-    """docs/methods.md word by word, for one row in float64: scores [H, T] before the logarithm."""
+def defined(model, layer, q, k, v, hidden=None):
+    """docs/methods.md word by word, for one row in float64: scores [H, T] before the logarithm; of u+ with `hidden`."""
     (group, dim), tokens = (q.shape[0] // k.shape[0], q.shape[2]), q.shape[1]
     cos, sin = model.model.rotary_emb(q.float(), torch.full((1, tokens), SHIFT))
     later = apply_rotary_pos_emb(q[None], q[None], cos, sin)[0][0].double()
@@ -49,8 +49,9 @@ def defined(model, layer, q, k, v):
             near = torch.stack([later[g, j] @ k[h, i] for i in band]) * dim**-0.5
             first = torch.stack([later[g, j] @ k[h, s] for s in range(min(SINKS, tokens))]) * dim**-0.5
             total = torch.cat([copy.double(), near, first]).logsumexp(0)
+            loudness = 0 if hidden is None else hidden[j].double().norm().log()
             for i, score in zip(band, near, strict=True):
-                asked[i] = max(asked[i], score - total)
+                asked[i] = max(asked[i], score - total - loudness)
         weight = torch.stack([(output[:, g] @ v[h, i]).norm() for i in range(tokens)])
         found[h] = torch.maximum(found[h], asked.exp() * weight)
     return found
@@ -81,15 +82,30 @@ def test_scores_are_those_of_the_definition(seen, kernels):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+def test_u_plus_divides_by_the_norms_of_hidden_states(seen, kernels):
+    model, ids, hidden = tiny(), prompt(60), []
+    for layer in model.model.layers:
+        layer.input_layernorm.register_forward_hook(lambda _, __, out: hidden.append(out[0]))
+    with kvstrata.compress(model, "echo:budget=100%,weight=u+", kernels=kernels) as cache:
+        model(ids, **kv(cache))
+        for layer in range(3):
+            q, k, v = (part[0] for part in seen[layer][0])
+            true = defined(model, layer, q, k, v, hidden[layer])[:, SINKS:]
+            assert (scores(cache, layer)[:, SINKS:] - true).abs().max() <= 2e-4 * true.max()
+
+
+@torch.no_grad()
 @pytest.mark.parametrize(
     "lengths", [[30, 30, 30], [60, *[1] * 30], [20, *[1] * 20, 50], [90]], ids=["parts", "decode", "turns", "at-once"]
 )
-def test_scores_do_not_depend_on_how_the_tokens_come(lengths):
-    ids = prompt(110)
-    with kvstrata.compress(tiny(), "echo:budget=100%,room=1") as cache:
+@pytest.mark.parametrize("weight", ["u*wov", "u+"])
+def test_scores_do_not_depend_on_how_the_tokens_come(lengths, weight):
+    ids, policy = prompt(110), f"echo:budget=100%,room=1,weight={weight}"
+    with kvstrata.compress(tiny(), policy) as cache:
         tiny()(ids, **kv(cache))
         whole = [scores(cache, layer) for layer in range(3)]
-    with kvstrata.compress(tiny(), "echo:budget=100%,room=1") as cache:
+    with kvstrata.compress(tiny(), policy) as cache:
         feed(tiny(), ids[:, :90], cache, lengths)
         feed(tiny(), ids[:, 90:], cache, [20])
         for layer in range(3):
@@ -133,13 +149,14 @@ def test_a_beam_a_crop_and_a_fork_ask_as_if_alone():
 
 
 @torch.no_grad()
-def test_drafts_ask_once_they_are_taken():
+@pytest.mark.parametrize("policy", [ALL_STAY, f"{ALL_STAY},weight=u+"])
+def test_drafts_ask_once_they_are_taken(policy):
     ids, drafts = prompt(60), prompt(8, seed=4)
-    with kvstrata.compress(tiny(), ALL_STAY) as plain:
+    with kvstrata.compress(tiny(), policy) as plain:
         tiny()(ids, **kv(plain))
         tiny()(torch.cat([drafts[:, :3], prompt(30, seed=5)], dim=1), **kv(plain))
         expected = scores(plain, 2)
-    with kvstrata.compress(tiny(), ALL_STAY) as cache:
+    with kvstrata.compress(tiny(), policy) as cache:
         tiny()(ids, **kv(cache))
         cache.activate_past_recording()
         tiny()(drafts, **kv(cache))

@@ -47,10 +47,11 @@ def made(case, dtype=torch.float32):
     batch, heads, group, rows, keys, before, dim, (low, high), skip = case
     q = 2 * torch.randn(batch, heads * group, rows, dim)
     k, base = torch.randn(batch, heads, keys, dim), torch.randn(batch, heads * group, rows)
-    return q.to(dtype), k.to(dtype), base, {"before": before, "band": Band(low, high), "skip": skip}
+    options = {"before": before, "band": Band(low, high), "skip": skip, "less": torch.randn(batch, heads, rows)}
+    return q.to(dtype), k.to(dtype), base, options
 
 
-def truth(q, k, base, before, band, skip, scale, softcap=None):
+def truth(q, k, base, before, band, skip, less, scale, softcap=None):
     group, keys = q.shape[1] // k.shape[1], k.shape[2]
     best = torch.full((*q.shape[:2], keys), -math.inf, dtype=torch.float64)
     for r in range(q.shape[2]):
@@ -63,6 +64,7 @@ def truth(q, k, base, before, band, skip, scale, softcap=None):
         if softcap:
             s = softcap * (s / softcap).tanh()
         s -= torch.logaddexp(s.logsumexp(-1), base[:, :, r].double())[..., None]
+        s -= less[:, :, r].repeat_interleave(group, 1)[..., None]
         best[:, :, seen] = torch.maximum(best[:, :, seen], s)
     return best
 
@@ -94,6 +96,17 @@ def test_a_query_whose_rest_is_nothing_shares_all_among_its_band(kernels):
     agree(got, truth(q, k, base, scale=0.3, **options))
 
 
+def test_what_is_taken_off_may_be_nothing_or_all(kernels):
+    q, k, base, options = made(CASES[1])
+    plain = echo(q, k, base, softmax=Softmax(0.3), kernels=kernels, **{**options, "less": None})
+    options["less"][:] = 0
+    agree(plain, truth(q, k, base, scale=0.3, **options))
+    options["less"][:, 1, 7:30] = math.inf
+    got = echo(q, k, base, softmax=Softmax(0.3), kernels=kernels, **options)
+    agree(got, truth(q, k, base, scale=0.3, **options))
+    assert got[:, 3:, 12:25].isinf().all()
+
+
 def test_strided_inputs(kernels):
     q, k, base, options = made(CASES[1])
     strided = q.transpose(1, 2).contiguous().transpose(1, 2), k.transpose(1, 2).contiguous().transpose(1, 2)
@@ -123,17 +136,18 @@ def test_a_nan_key_spoils_no_other_than_its_neighbours(kernels):
         ({"threads": 0}, "threads"),
         ({"softcap": -1.0}, "softcap"),
         ({"base": torch.zeros(2, 6, 39)}, "base"),
+        ({"less": torch.zeros(2, 6, 40)}, "less"),
         ({"best_out": torch.zeros(2, 6, 40, dtype=torch.float64)}, "best_out"),
         ({"k": torch.zeros(2, 4, 40, 16)}, "multiple"),
-        ({"q": torch.zeros(2, 6, 0, 16), "base": torch.zeros(2, 6, 0)}, "empty"),
+        ({"q": torch.zeros(2, 6, 0, 16), "base": torch.zeros(2, 6, 0), "less": torch.zeros(2, 2, 0)}, "empty"),
     ],
     ids=str,
 )
 def test_bad_calls_raise(change, message):
-    q, k, base, _ = made(CASES[1])
-    call = {"q": q, "k": k, "base": base, "best_out": torch.zeros(2, 6, 40), "scale": 1.0, "low": -4, "high": 4}
+    q, k, base, options = made(CASES[1])
+    call = {"q": q, "k": k, "base": base, "less": options["less"], "best_out": torch.zeros(2, 6, 40), "scale": 1.0}
     with pytest.raises(ValueError, match=message):
-        _native.echo(**{**call, "before": 0, **change})
+        _native.echo(**{**call, "low": -4, "high": 4, "before": 0, **change})
 
 
 @pytest.mark.skipif(
@@ -146,5 +160,6 @@ def test_triton(case, dtype):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     q, k, base, options = made(case, dtype)
     on = (tensor.to(device) for tensor in (q, k, base))
-    got = echo(*on, softmax=Softmax(0.3), kernels="triton", **options)
+    there = {**options, "less": options["less"].to(device)}
+    got = echo(*on, softmax=Softmax(0.3), kernels="triton", **there)
     agree(got.cpu(), truth(q, k, base, scale=0.3, **options))

@@ -15,7 +15,7 @@ from kvstrata.cache.model import Model, added
 from kvstrata.cache.stored import lse_of
 from kvstrata.kernels.attention import Softmax
 from kvstrata.kernels.echo import Band, echo
-from kvstrata.policy.scorers.repeat import ASKED
+from kvstrata.policy.scorers.repeat import ASKED, LOUDNESS
 from kvstrata.store import Account, Bytes, LayerStore
 
 MANY = 16  # queries that wait before they ask together
@@ -27,6 +27,7 @@ class Stretch:
     """Tokens in a row, the newest of some heads: k and v [b, h, S, D], and the sinks' keys [b, h, s, D].
 
     `places` [b, h, S] says where they stand in the dense forms; None: at the end. `origin` is the first one's position.
+    `less` [b, 1|h, S] is taken off what their queries give, if anything is.
     """
 
     rows: slice
@@ -35,6 +36,7 @@ class Stretch:
     v: Tensor
     sinks: Tensor
     origin: int
+    less: Tensor | None
     places: Tensor | None = None
 
 
@@ -115,11 +117,13 @@ class Asking:
         """Keys and values that the queries' bands reach, as far back as they are stored without gaps."""
         counts = {q.shape[1] for q in self.queries}
         before, sinks = max(0, -self.band.low), self.band.sinks
+        loudness = store.column(LOUDNESS.name) if LOUDNESS in store.columns else None
         if store.uniform and {store.width} == set(seen) and len(counts) == 1:  # nothing was dropped yet
             k, v = self.fresh or next((block.k, block.v) for block in store.blocks())
             first = max(0, store.width - counts.pop() - before)
             everywhere = slice(0, store.batch_size), slice(0, store.num_kv_heads)
-            yield Stretch(*everywhere, k[:, :, first:], v[:, :, first:], k[:, :, :sinks], first)
+            less = None if loudness is None else loudness[:, :, first:]
+            yield Stretch(*everywhere, k[:, :, first:], v[:, :, first:], k[:, :, :sinks], first, less)
             return
         position = store.column("position")
         for block in store.blocks(split_rows=True):
@@ -138,7 +142,8 @@ class Asking:
                 first = k[order[: int((at < sinks).sum())]]
                 parts = [t[None, None] for t in (k[newest], v[newest], first)]
                 here, origin = slice(head, head + 1), seen[row] - len(newest)
-                yield Stretch(block.rows, here, parts[0], parts[1], parts[2], origin, slots[None, None])
+                less = None if loudness is None else loudness[row, head % position.shape[1], places][newest][None, None]
+                yield Stretch(block.rows, here, parts[0], parts[1], parts[2], origin, less, slots[None, None])
 
     def _worth(self, q: Tensor, lse: Tensor, stretch: Stretch, softmax: Softmax, store: LayerStore) -> Tensor:
         """What q [b, h*G, R, D] give the entries of a stretch, [b, h, S]."""
@@ -152,7 +157,18 @@ class Asking:
         turned, sinks = (self._model.turn(k, -self.band.shift).to(q.dtype) for k in (stretch.k, stretch.sinks))
         rest = _rest(q, lse, stretch.sinks, sinks, stretch.origin + before, softmax)
         skip = min(max(0, self.band.sinks - stretch.origin), stretch.k.shape[2])
-        found = echo(q, turned, rest, before=before, band=self.band, softmax=softmax, skip=skip, kernels=store.kernels)
+        less = stretch.less
+        if less is not None:
+            less = less[:, :, before : before + done].expand(-1, turned.shape[1], -1)
+        found = echo(
+            *(q, turned, rest),
+            before=before,
+            band=self.band,
+            softmax=softmax,
+            skip=skip,
+            less=less,
+            kernels=store.kernels,
+        )
         found = found.exp_().unflatten(1, (stretch.k.shape[1], -1))
         outputs = self._model.outputs.get(self._layer)
         if outputs is not None:

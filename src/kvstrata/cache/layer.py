@@ -135,7 +135,7 @@ class Layer:
             check_own(self._mode, rule, self.rules.values(), seeded(self.rules, rule) is not None)
         if past is not None:
             self._hide(past)
-        said = self._model.said(self.rules.values(), self.index, self.hidden, queries)
+        said = self._model.said(self.rules.values(), self.index, self.hidden, k, self.store.per_head)
         marks = marked(self.rules.values(), phase, k, self.store.per_head)
         self.store.stage(k, v, tokens, self.seen or [0] * batch, self.step, {**said, **marks})
         self.hidden = None

@@ -12,6 +12,7 @@ from kvstrata.core import UnsupportedModelError
 from kvstrata.kernels.codec.rotation import Rotary
 from kvstrata.policy.policy import Rule
 from kvstrata.policy.scorers.learned import WORTH
+from kvstrata.policy.scorers.repeat import LOUDNESS
 from kvstrata.policy.surrogate import SurrogateModel
 
 TOGETHER = 1 << 22  # numbers made at once of what outputs make of values
@@ -32,18 +33,27 @@ class Model:
     surrogates: Mapping[str, SurrogateModel] = field(default_factory=dict[str, SurrogateModel])
 
     def said(
-        self, rules: Iterable[Rule | None], layer: int, hidden: Tensor | None, queries: int
+        self, rules: Iterable[Rule | None], layer: int, hidden: Tensor | None, k: Tensor, per_head: bool
     ) -> Mapping[str, Tensor]:
-        """What a surrogate says of a forward's entries, if a rule of some phase asks it, as a column [B, H, Q].
+        """What the hidden states [B, Q, hidden] of a forward say of its entries k [B, H, Q, D], if a rule asks.
 
-        Raises `UnsupportedModelError` where the forward's hidden states [B, Q, hidden] did not come.
+        As columns: a surrogate's [B, H, Q], norms [B, 1|H, Q]. Raises `UnsupportedModelError` where they did not come.
         """
-        file = next((rule.scorer.surrogate for rule in rules if rule and rule.scorer.surrogate), None)
-        if file is None:
+        scorers = [rule.scorer for rule in rules if rule]
+        file = next((scorer.surrogate for scorer in scorers if scorer.surrogate), None)
+        loud = any(LOUDNESS in scorer.columns for scorer in scorers)
+        if file is None and not loud:
             return {}
-        if hidden is None or hidden.shape[1] != queries:
-            raise UnsupportedModelError("this model calls attention without its hidden states, which kvzap reads")
-        return {WORTH.name: self.surrogates[file](layer, hidden)}
+        if hidden is None or hidden.shape[1] != k.shape[2]:
+            raise UnsupportedModelError(
+                "this model calls attention without its hidden states, which kvzap and echo:weight=u+ read"
+            )
+        found = {} if file is None else {WORTH.name: self.surrogates[file](layer, hidden)}
+        if loud:
+            norm = torch.linalg.vector_norm(hidden.float(), dim=-1).log()[:, None]
+            norm = norm.masked_fill(norm.isinf(), torch.inf)  # the query of a pad that is nothing asks for nothing
+            found[LOUDNESS.name] = norm.expand(-1, k.shape[1] if per_head else 1, -1)
+        return found
 
 
 def added(outputs: Tensor, v: Tensor) -> Tensor:

@@ -126,7 +126,7 @@ def _preset(name: str, options: Table) -> Policy:
     _only(options, (*own, *TIERING, HEADS, PROMPT), where)
     beside = {key: value for key, value in options.items() if key not in (*own, HEADS, PROMPT)}
     if "codec" in beside and "room" in own:
-        options = {"room": CODED_ROOM} | options
+        options = {"room": CODED_ROOM, **options}
     policy = _build(where, make, {key: value for key, value in options.items() if key in own})
     if HEADS in options and HEADS not in own:
         if policy.name == "full":

@@ -10,13 +10,16 @@ from kvstrata.kernels.attention.ref import Softmax
 from kvstrata.kernels.echo.ref import Band
 
 
-def echo(q: Tensor, k: Tensor, base: Tensor, *, before: int, band: Band, softmax: Softmax, skip: int = 0) -> Tensor:
+def echo(
+    q: Tensor, k: Tensor, base: Tensor, less: Tensor, *, before: int, band: Band, softmax: Softmax, skip: int
+) -> Tensor:
     """See `kernels.echo`."""
     best = torch.empty(*q.shape[:2], k.shape[2], dtype=torch.float32)
     dispatch.native_module().echo(
         q,
         k,
         base.contiguous(),
+        less.contiguous(),
         best,
         softmax.scale,
         low=band.low,

@@ -33,7 +33,9 @@ class Band:
         return self.high - self.low + 1
 
 
-def echo(q: Tensor, k: Tensor, base: Tensor, *, before: int, band: Band, softmax: Softmax, skip: int = 0) -> Tensor:
+def echo(
+    q: Tensor, k: Tensor, base: Tensor, less: Tensor, *, before: int, band: Band, softmax: Softmax, skip: int
+) -> Tensor:
     """See `kernels.echo`."""
     batch, heads, keys, dim = k.shape
     rows, group = q.shape[2], q.shape[1] // heads
@@ -52,7 +54,7 @@ def echo(q: Tensor, k: Tensor, base: Tensor, *, before: int, band: Band, softmax
         for score, span in zip(scores, spans, strict=True):
             score.masked_fill_(~there[span], -torch.inf)
         rest = base[:, :, start : start + ROWS].view(batch, heads, group, -1)
-        scores -= torch.logaddexp(rest, scores.logsumexp(dim=0))
+        scores -= torch.logaddexp(rest, scores.logsumexp(dim=0)) + less[:, :, None, start : start + ROWS]
         for score, span in zip(scores, spans, strict=True):
             best[..., span] = torch.where(there[span], best[..., span].fmax(score), -torch.inf)
     return best[..., left : left + keys].reshape(batch, heads * group, keys)

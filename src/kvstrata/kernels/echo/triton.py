@@ -24,7 +24,9 @@ TILE = 64  # queries, or keys, of a program
 COUNTS = ["group", "rows", "keys", "first", "skip"]
 
 
-def echo(q: Tensor, k: Tensor, base: Tensor, *, before: int, band: Band, softmax: Softmax, skip: int = 0) -> Tensor:
+def echo(
+    q: Tensor, k: Tensor, base: Tensor, less: Tensor, *, before: int, band: Band, softmax: Softmax, skip: int
+) -> Tensor:
     """See `kernels.echo`."""
     (batch, every, rows, dim), (_, heads, keys, _) = q.shape, k.shape
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
@@ -35,7 +37,7 @@ def echo(q: Tensor, k: Tensor, base: Tensor, *, before: int, band: Band, softmax
     inputs = (q, *q.stride()[:3], k, *k.stride()[:3])
     with torch.cuda.device_of(q):
         grid = (triton.cdiv(rows, TILE), every, batch)
-        total_of_queries[grid](*inputs, base.contiguous(), total, *where, *sizes)
+        total_of_queries[grid](*inputs, base.contiguous(), less.contiguous(), total, *where, *sizes)
         grid = (triton.cdiv(keys, TILE), every, batch)
         best_of_keys[grid](*inputs, total, best, *where, *sizes)
     return best
@@ -52,6 +54,7 @@ def total_of_queries(
     k_head,
     k_row,
     base,  # fp32 [B, H*G, R], natural
+    less,  # fp32 [B, H, R], natural
     total,  # fp32 [B, H*G, R], to the base 2
     group,
     rows,
@@ -65,7 +68,7 @@ def total_of_queries(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Log-sum-exp of a tile of queries over their band and the rest: program (tile, query head, row of batch)."""
+    """Log-sum-exp of a tile of queries over band and rest, with what comes off: program (tile, query head, row)."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     head, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     x = load_tile(q + b * q_batch + head * q_head, row, q_row, rows, DIM, BLOCK)
@@ -80,7 +83,10 @@ def total_of_queries(
         weight = weight * tl.exp2(high - at_zero) + tl.exp2(s - at_zero)
         high = new
     some = weight != 0.0  # true of NaN, which passes through
-    tl.store(total + at, tl.where(some, high + tl.log2(tl.where(some, weight, 1.0)), float("-inf")), mask=row < rows)
+    found = tl.where(some, high + tl.log2(tl.where(some, weight, 1.0)), float("-inf"))
+    segment = b * (tl.num_programs(1) // group) + head // group
+    off = tl.load(less + segment * rows + row, mask=row < rows, other=0.0)
+    tl.store(total + at, found + off * LOG2E, mask=row < rows)
 
 
 @triton.jit(do_not_specialize=COUNTS)

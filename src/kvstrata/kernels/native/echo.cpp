@@ -13,13 +13,15 @@ namespace kvstrata {
 
 namespace {
 
-void echo(nb::handle q, nb::handle k, nb::handle base, nb::handle best_out, double scale, int64_t low, int64_t high,
-          int64_t before, int64_t skip, double softcap, int threads) {
+void echo(nb::handle q, nb::handle k, nb::handle base, nb::handle less, nb::handle best_out, double scale, int64_t low,
+          int64_t high, int64_t before, int64_t skip, double softcap, int threads) {
   const DenseInputs in(q, k, scale, softcap, threads);
   const int64_t queries = in.first.queries, keys = in.first.keys, group = in.first.group;
-  const Array given = view(base, "base"), out = view(best_out, "best_out");
+  const Array given = view(base, "base"), off = view(less, "less"), out = view(best_out, "best_out");
   expect(given, "base", Scalar::f32, {in.batch, in.q.shape[1], queries});
   expect_contiguous(given, "base");
+  expect(off, "less", Scalar::f32, {in.batch, in.heads, queries});
+  expect_contiguous(off, "less");
   expect(out, "best_out", Scalar::f32, {in.batch, in.q.shape[1], keys});
   expect_contiguous(out, "best_out");
   if (low > high || high - low >= ECHO_WIDTH || std::abs(low) > keys + queries + ECHO_WIDTH) {
@@ -31,7 +33,8 @@ void echo(nb::handle q, nb::handle k, nb::handle base, nb::handle best_out, doub
 
   const auto of = [&](int64_t segment) {
     const float* rest = given.as<float>() + segment * group * queries;
-    return Echo{in.at(segment), rest, before, int(low), int(high - low + 1), skip};
+    const float* taken = off.as<float>() + segment * queries;
+    return Echo{in.at(segment), rest, taken, before, int(low), int(high - low + 1), skip};
   };
   const int64_t segments = in.batch * in.heads, items = segments * ((keys + ECHO_KEYS - 1) / ECHO_KEYS);
   const ThreadScratch scratch(kernels.scratch_bytes(of(0)), std::min<int64_t>(threads, items));
@@ -46,10 +49,10 @@ void echo(nb::handle q, nb::handle k, nb::handle base, nb::handle best_out, doub
 
 void bind_echo(nb::module_& m) {
   using namespace nb::literals;
-  m.def("echo", &echo, "q"_a, "k"_a, "base"_a, "best_out"_a, "scale"_a, nb::kw_only(), "low"_a, "high"_a, "before"_a,
-        "skip"_a = 0, "softcap"_a = 0.0, "threads"_a = 1,
+  m.def("echo", &echo, "q"_a, "k"_a, "base"_a, "less"_a, "best_out"_a, "scale"_a, nb::kw_only(), "low"_a, "high"_a,
+        "before"_a, "skip"_a = 0, "softcap"_a = 0.0, "threads"_a = 1,
         "The largest log-probability that R queries q [B, H*G, R, D], beside base [B, H*G, R], give each of the keys "
-        "k [B, H, S, D] at offsets low .. high from their own, to best_out [B, H*G, S].");
+        "k [B, H, S, D] at offsets low .. high from their own, less [B, H, R] taken off, to best_out [B, H*G, S].");
 }
 
 }  // namespace kvstrata

@@ -10,6 +10,7 @@ namespace kvstrata {
 struct Echo {
   Dense dense;
   const float* base;  // [group, queries], natural
+  const float* less;  // [queries], natural, taken off what each query gives
   int64_t before;
   int low, width;
   int64_t skip;

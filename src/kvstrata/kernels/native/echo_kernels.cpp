@@ -88,10 +88,11 @@ void echo(const Echo& echo, int64_t first, int64_t last, float* best, char* scra
       score(echo, q, keys + (at - from) * size, at, s);
       const float sum = log_sum(echo.base[g * dense.queries + r] * LOG2_E, s, held(echo));
       if (sum == -__builtin_inff()) continue;
+      const float less = echo.less[r];
       for (int o = 0; o < echo.width; ++o) {
         const int64_t c = at + o;
         if (c < first || c >= last || s[o] == -__builtin_inff()) continue;
-        const float found = (s[o] - sum) * LN_2;
+        const float found = (s[o] - sum) * LN_2 - less;
         if (found > out[c]) out[c] = found;
       }
     }

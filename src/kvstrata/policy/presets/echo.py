@@ -11,10 +11,8 @@ from kvstrata.policy.granularity import Token
 from kvstrata.policy.policy import Policy, Rule
 from kvstrata.policy.presets.row import PRESETS, QUARTER, both
 from kvstrata.policy.protect import FOUR_SINKS, Protect, half
-from kvstrata.policy.scorers.repeat import Echo
+from kvstrata.policy.scorers.repeat import Echo, Weight
 from kvstrata.policy.trigger import Every
-
-Weight = Literal["u", "u*wov"]
 
 
 @PRESETS.add("echo")

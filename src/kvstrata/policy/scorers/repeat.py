@@ -13,6 +13,8 @@ from kvstrata.kernels.echo import WIDEST, Band
 from kvstrata.policy.scorers import SCORERS, Stateless
 
 ASKED = Column("asked", torch.float32)  # what an entry is worth to the queries that asked for it; 0 while none did
+LOUDNESS = Column("loudness", torch.float32)  # ln of the norm of its token's hidden state, written with the entry
+Weight = Literal["u", "u*wov", "u+"]
 
 
 @SCORERS.add("echo")
@@ -22,14 +24,15 @@ class Echo(Stateless):
 
     Each entry is asked for by the queries of its neighbours, at offsets `low` to `high`, next to the first `sinks`
     tokens and to all that the query saw itself. weight="u*wov" multiplies the largest probability by the norm of what
-    the output projection makes of the value. The cache asks (docs/methods.md, "echo"); needs rotary positions.
+    the output projection makes of the value; "u+" divides each query's by the norm of its hidden state besides, as
+    KVzip+ does. The cache asks (docs/methods.md, "echo"); needs rotary positions.
     """
 
     low: int = -4
     high: int = 4
     shift: int = 512
     sinks: int = 4
-    weight: Literal["u", "u*wov"] = "u*wov"
+    weight: Weight = "u*wov"
 
     def __post_init__(self) -> None:
         if not 0 <= self.high - self.low < WIDEST:
@@ -41,8 +44,8 @@ class Echo(Stateless):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Turned queries, and output projections where they weigh."""
-        return frozenset({"turn", "outputs"}) if self.weight == "u*wov" else frozenset({"turn"})
+        """Turned queries, and what weighs."""
+        return frozenset({"turn", *{"u": (), "u*wov": ("outputs",), "u+": ("outputs", "hidden")}[self.weight]})
 
     @property
     def asks(self) -> Band:
@@ -51,8 +54,8 @@ class Echo(Stateless):
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """What was asked so far."""
-        return (ASKED,)
+        """What was asked so far, and what queries are divided by."""
+        return (ASKED, LOUDNESS) if self.weight == "u+" else (ASKED,)
 
     def score(self, signals: Signals) -> Tensor:
         """Its logarithm."""
