@@ -39,6 +39,19 @@ def test_the_table_fits_and_says_what_is_compared(folder):
     assert all(len(line) <= 80 for line in done.stdout.splitlines())
 
 
+def test_prompts_are_timed_where_asked(folder):
+    options = ("--peers", "hf,repaired", "--policy", "h2o:budget=25%", "--prefill", 2)
+    done = kvstrata("bench", *decode_only(folder), *options, "--json")
+    assert done.exit_code == 0, done.output
+    times = {row["name"]: row["prefill_s"] for row in json.loads(done.stdout)["decode"][0]["rows"]}
+    assert times.pop("repaired") is None, "its prompt is copied from transformers' cache"
+    assert set(times) == {"hf", "full", "h2o:budget=25%"}
+    assert all(seconds > 0 for seconds in times.values())
+    table = kvstrata("bench", *decode_only(folder), *options)
+    assert "prompt" in table.stdout
+    assert all(len(line) <= 80 for line in table.stdout.splitlines())
+
+
 def test_kernels_are_measured_against_memory(tmp_path):
     pytest.importorskip("matplotlib")
     out, picture = tmp_path / "figures.json", tmp_path / "roof.png"

@@ -60,6 +60,7 @@ class Row:
     tokens_alike: int | None = None  # of an engine that chooses its own: leading tokens equal to the reference's
     over_hf: float | None = None
     over_repaired: float | None = None
+    prefill_s: float | None = None  # one row's prompt, where it was timed
     glue_share: float | None = None  # of a step: ours, outside attention and the model's own layers
     settings: dict[str, object] = field(default_factory=dict[str, object])
 
@@ -237,7 +238,8 @@ def _verdict(name: str, logits: list[Tensor], reference: Reference) -> Verdict:
 def _peer_row(peer: Peer, ms: list[float], batch: int, reference: Reference) -> Row:
     pairs = zip(peer.tokens, reference.tokens, strict=False)
     alike = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(peer.tokens), len(reference.tokens)))
-    return Row(peer.text, peer.cache_bytes, ms, batch, tokens_alike=alike, settings=peer.settings)
+    read = peer.prefill_s if batch == 1 else None
+    return Row(peer.text, peer.cache_bytes, ms, batch, tokens_alike=alike, prefill_s=read, settings=peer.settings)
 
 
 def _compare(rows: list[Row]) -> None:

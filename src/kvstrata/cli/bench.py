@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -20,6 +20,7 @@ from kvstrata.bench.decode import Row, Turns, check_peers, run_case, run_referen
 from kvstrata.bench.kernels import EXACT, FORMATS
 from kvstrata.bench.measure import provenance
 from kvstrata.bench.peers import PeerSpec, parse_peers
+from kvstrata.bench.prefill import prefill_times
 from kvstrata.bench.roofline import Figure, Roofline, draw, measure, torch_threads
 from kvstrata.cli.estimate import read_tokens
 from kvstrata.cli.tables import MIB, plain_table, progress_bar
@@ -38,6 +39,9 @@ def bench(
     peers: Annotated[str, typer.Option(help="What to compare with, by commas; see the documentation.")] = "hf,repaired",
     rounds: Annotated[int, typer.Option(min=1, help="Rounds in which all take turns.")] = 5,
     steps: Annotated[int, typer.Option(min=1, help="Steps of each in a round.")] = 4,
+    prefill: Annotated[
+        int, typer.Option(min=0, help="Times that every policy reads the prompt anew, for its time.")
+    ] = 0,
     limit: Annotated[float, typer.Option(min=0, help="Seconds after which no case starts another round.")] = 300,
     kernels_only: Annotated[bool, typer.Option("--kernels-only", help="Measure kernels, no model.")] = False,
     decode_only: Annotated[bool, typer.Option("--decode-only", help="Measure the model, no kernels.")] = False,
@@ -59,7 +63,7 @@ def bench(
     if picture and decode_only:
         raise InputError("--picture draws the kernels: leave out --decode-only")
     parse_dtype(dtype)
-    work = _read_work(policy, batch, context, peers, Turns(rounds, steps, limit))
+    work = _read_work(policy, batch, context, peers, Turns(rounds, steps, limit), prefill)
     check_peers(work.peers, model, device)
     console = Console(stderr=as_json)
     record: dict[str, Any] = {"model": model or "demo", "dtype": dtype, "device": device, **provenance()}
@@ -75,29 +79,37 @@ def bench(
         _write(out, json.dumps(record, indent=2) + "\n")
     if as_json:
         print(json.dumps(record, indent=2))
-    rows = [row for case in record.get("decode", []) for row in case["rows"]]
-    if not all(part["passed"] for part in [*rows, record.get("kernels", {"passed": True})]):
+    if not _passed(record):
         raise typer.Exit(1)
+
+
+def _passed(record: dict[str, Any]) -> bool:
+    rows = [row for case in record.get("decode", []) for row in case["rows"]]
+    return all(part["passed"] for part in [*rows, record.get("kernels", {"passed": True})])
 
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """What to decode: after how many tokens, in how many rows, under which policies, beside what, and for how long."""
+    """What to decode: after how many tokens, in how many rows, under which policies, beside what, and for how long.
+
+    And how often every policy reads the prompt by itself.
+    """
 
     contexts: list[int]
     batches: list[int]
     policies: list[str]
     peers: list[PeerSpec]
     turns: Turns
+    prefill: int
 
 
-def _read_work(policy: str, batch: str, context: str, peers: str, turns: Turns) -> _Work:
+def _read_work(policy: str, batch: str, context: str, peers: str, turns: Turns, prefill: int) -> _Work:
     """Read options that are lists; raises an error of ours for one that means nothing."""
     contexts, batches = ([read_tokens(part) for part in text.split(",")] for text in (context, batch))
     policies = split_specs(policy)
     for spec in policies:
         parse_policy(spec)
-    return _Work(contexts, batches, policies, parse_peers(peers) if peers else [], turns)
+    return _Work(contexts, batches, policies, parse_peers(peers) if peers else [], turns, prefill)
 
 
 def _kernels(
@@ -121,9 +133,11 @@ def _decode(console: Console, model: PreTrainedModel, ids: Tensor, work: _Work) 
                 steps = work.turns.most_steps
                 part, batches = ids[:, :tokens], work.batches
                 reference = run_reference(model, part, work.policies, steps, tell, stack=stack, batches=batches)
+                read = prefill_times(model, part, [*reference.logits], work.prefill, tell) if work.prefill else {}
             for batch in work.batches:
                 with _progress(f"{batch} x {tokens} tokens") as tell:
                     rows = run_case(model, reference, batch, work.peers, work.turns, tell)
+                rows = [replace(row, prefill_s=read.get(row.name, row.prefill_s)) for row in rows]
                 made.append({"context": tokens, "batch": batch, "rows": [_record(row) for row in rows]})
                 _print_decode(console, rows, f"{model.dtype}, {batch} x {tokens} tokens".removeprefix("torch."))
     return {"rounds": work.turns.rounds, "steps": work.turns.steps, "decode": made}
@@ -194,12 +208,14 @@ def _cells(figure: Figure) -> list[str]:
 def _print_decode(console: Console, rows: list[Row], title: str) -> None:
     table = plain_table(f"decode, {title}; ratios are of tokens/s")
     table.add_column("", no_wrap=True, overflow="ellipsis")
-    for head in ("MiB", "step\nms", "tokens\n/s", "over\nhf", "over\nrepaired", "agrees"):
+    timed = any(row.prefill_s is not None for row in rows)
+    for head in ("MiB", *["prompt\ns"] * timed, "step\nms", "tokens\n/s", "over\nhf", "over\nrepaired", "agrees"):
         table.add_column(head, justify="right", no_wrap=True)
     for row in rows:
         ratios = ["" if r is None else f"{r:.2f}x" for r in (row.over_hf, row.over_repaired)]
-        sizes = [f"{row.cache_bytes / MIB:.1f}", f"{row.ms_per_step:.1f}", f"{row.tokens_per_s:.1f}"]
-        table.add_row(row.name, *sizes, *ratios, _agreement(row))
+        read = ["" if row.prefill_s is None else f"{row.prefill_s:.2f}"] * timed
+        speed = [f"{row.ms_per_step:.1f}", f"{row.tokens_per_s:.1f}"]
+        table.add_row(row.name, f"{row.cache_bytes / MIB:.1f}", *read, *speed, *ratios, _agreement(row))
     console.print(table)
     for row in rows:
         if row.glue_share is not None:

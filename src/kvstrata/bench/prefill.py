@@ -1,0 +1,42 @@
+"""How long a prompt takes under every policy and under transformers' own cache, taking turns."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvstrata.bench.contenders import read_prompt
+from kvstrata.hf import compress
+from kvstrata.hf.compat import CACHE_KEYWORD
+
+HF = "hf"
+
+
+@torch.no_grad()
+def prefill_times(
+    model: PreTrainedModel,
+    ids: Tensor,
+    policies: Sequence[str],
+    rounds: int,
+    tell: Callable[[str], object] = lambda _: None,
+) -> dict[str, float]:
+    """Median seconds of feeding ids [1, T] and compressing them, by policy, and of "hf"; each `rounds` times."""
+    found: dict[str, list[float]] = {name: [] for name in (HF, *policies)}
+    for number in range(rounds):
+        tell(f"prompts, round {number + 1} of {rounds}")
+        for name, seconds in found.items():
+            start = time.perf_counter()
+            if name == HF:
+                read_prompt(model, ids)
+            else:
+                with compress(model, name) as cache:
+                    logits = cast(Any, model)(ids, logits_to_keep=1, **{CACHE_KEYWORD: cache}).logits
+                    logits.cpu()  # the clock stops when a GPU is done
+            seconds.append(time.perf_counter() - start)
+    return {name: statistics.median(seconds) for name, seconds in found.items()}
