@@ -36,11 +36,12 @@ OF_POLICY = 0.25  # of what a policy itself changes: rounding may turn a tie bet
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """How long to measure: rounds of so many steps each, no new round after `limit` seconds."""
+    """How long to measure: rounds of so many steps each, no new round after `limit` seconds; prompts so many times."""
 
     rounds: int
     steps: int
     limit: float
+    prefill: int = 0
 
     @property
     def most_steps(self) -> int:
@@ -169,7 +170,7 @@ def run_case(
         for spec in peers:
             if spec.name not in IN_PROCESS:
                 tell(f"{spec.text} reads the prompt")
-                others.append(stack.enter_context(start_peer(spec, model, prompt.ids, batch, most)))
+                others.append(stack.enter_context(start_peer(spec, model, prompt.ids, batch, most, turns.prefill)))
         sizes = [contender.nbytes() for contender in contenders]
         times, found = _race(contenders, others, reference.tokens, batch, turns, tell)
         rows = [
@@ -238,8 +239,12 @@ def _verdict(name: str, logits: list[Tensor], reference: Reference) -> Verdict:
 def _peer_row(peer: Peer, ms: list[float], batch: int, reference: Reference) -> Row:
     pairs = zip(peer.tokens, reference.tokens, strict=False)
     alike = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(peer.tokens), len(reference.tokens)))
-    read = peer.prefill_s if batch == 1 else None
-    return Row(peer.text, peer.cache_bytes, ms, batch, tokens_alike=alike, prefill_s=read, settings=peer.settings)
+    return Row(
+        *(peer.text, peer.cache_bytes, ms, batch),
+        tokens_alike=alike,
+        prefill_s=peer.prefill_s,
+        settings=peer.settings,
+    )
 
 
 def _compare(rows: list[Row]) -> None:

@@ -63,7 +63,7 @@ def bench(
     if picture and decode_only:
         raise InputError("--picture draws the kernels: leave out --decode-only")
     parse_dtype(dtype)
-    work = _read_work(policy, batch, context, peers, Turns(rounds, steps, limit), prefill)
+    work = _read_work(policy, batch, context, peers, Turns(rounds, steps, limit, prefill))
     check_peers(work.peers, model, device)
     console = Console(stderr=as_json)
     record: dict[str, Any] = {"model": model or "demo", "dtype": dtype, "device": device, **provenance()}
@@ -90,26 +90,22 @@ def _passed(record: dict[str, Any]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """What to decode: after how many tokens, in how many rows, under which policies, beside what, and for how long.
-
-    And how often every policy reads the prompt by itself.
-    """
+    """What to decode: after how many tokens, in how many rows, under which policies, beside what, and for how long."""
 
     contexts: list[int]
     batches: list[int]
     policies: list[str]
     peers: list[PeerSpec]
     turns: Turns
-    prefill: int
 
 
-def _read_work(policy: str, batch: str, context: str, peers: str, turns: Turns, prefill: int) -> _Work:
+def _read_work(policy: str, batch: str, context: str, peers: str, turns: Turns) -> _Work:
     """Read options that are lists; raises an error of ours for one that means nothing."""
     contexts, batches = ([read_tokens(part) for part in text.split(",")] for text in (context, batch))
     policies = split_specs(policy)
     for spec in policies:
         parse_policy(spec)
-    return _Work(contexts, batches, policies, parse_peers(peers) if peers else [], turns, prefill)
+    return _Work(contexts, batches, policies, parse_peers(peers) if peers else [], turns)
 
 
 def _kernels(
@@ -133,7 +129,9 @@ def _decode(console: Console, model: PreTrainedModel, ids: Tensor, work: _Work) 
                 steps = work.turns.most_steps
                 part, batches = ids[:, :tokens], work.batches
                 reference = run_reference(model, part, work.policies, steps, tell, stack=stack, batches=batches)
-                read = prefill_times(model, part, [*reference.logits], work.prefill, tell) if work.prefill else {}
+                read = {}
+                if work.turns.prefill:
+                    read = prefill_times(model, part, [*reference.logits], work.turns.prefill, tell)
             for batch in work.batches:
                 with _progress(f"{batch} x {tokens} tokens") as tell:
                     rows = run_case(model, reference, batch, work.peers, work.turns, tell)

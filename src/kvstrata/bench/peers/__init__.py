@@ -93,7 +93,7 @@ class Peer:
 
     text: str
     cache_bytes: int
-    prefill_s: float
+    prefill_s: float | None  # of one row, where it was asked for and can be told
     settings: dict[str, object]
     process: subprocess.Popen[str]
     log: IO[str]
@@ -111,8 +111,13 @@ class Peer:
 
 
 @contextmanager
-def start_peer(spec: PeerSpec, model: PreTrainedModel, ids: Tensor, batch: int, steps: int) -> Generator[Peer]:
-    """Start a peer on ids [1, T] in `batch` rows and wait until it has read them; end it with the block."""
+def start_peer(
+    spec: PeerSpec, model: PreTrainedModel, ids: Tensor, batch: int, steps: int, prefill: int = 0
+) -> Generator[Peer]:
+    """Start a peer on ids [1, T] in `batch` rows and wait until it has read them; end it with the block.
+
+    It reads them `prefill` times more, in one row, for the time that takes.
+    """
     python = environment(spec.name)
     job: dict[str, Any] = {
         "model": model.config._name_or_path,  # pyright: ignore
@@ -121,6 +126,7 @@ def start_peer(spec: PeerSpec, model: PreTrainedModel, ids: Tensor, batch: int, 
         "dtype": str(model.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
         "steps": steps,
+        "prefill": prefill,
         "folder": str(peers_folder() / "models"),
         **{key: _share(spec.text, value) if key in SHARES else value for key, value in spec.options.items()},
     }

@@ -2,11 +2,11 @@
 
     python run_NAME.py JOB.json
 
-The job has `model` (folder), `ids` (the prompt), `batch`, `dtype`, `threads`, `folder` (for what is made once) and the
-options of this peer. The script reads the prompt in every row, says one line of JSON (`cache_bytes`, `prefill_s`,
-`versions`, `settings`), and then answers every line on standard input, a number of steps, with one line: `ms` of each
-step, `tokens` (all tokens of row 0 so far, greedy) and `tokens_per_s`. So `echo 8 | python run_NAME.py JOB.json` is a
-benchmark of its own.
+The job has `model` (folder), `ids` (the prompt), `batch`, `dtype`, `threads`, `folder` (for what is made once),
+`prefill` (times to read the prompt once more) and the options of this peer. The script reads the prompt in every row,
+says one line of JSON (`cache_bytes`, `prefill_s`, `versions`, `settings`), and then answers every line on standard
+input, a number of steps, with one line: `ms` of each step, `tokens` (all tokens of row 0 so far, greedy) and
+`tokens_per_s`. So `echo 8 | python run_NAME.py JOB.json` is a benchmark of its own.
 """
 
 import json
@@ -19,7 +19,11 @@ from typing import Any, Protocol
 
 
 class Peer(Protocol):
-    """What a script must make of a job. One that times itself has `steps(count) -> milliseconds` too."""
+    """What a script must make of a job.
+
+    One that times itself has `steps(count) -> milliseconds` too, one whose prompts can be timed `read()`, which reads
+    the prompt in one row into a new cache.
+    """
 
     tokens: list[int]  # of row 0, greedy, the one that the prompt gave included
 
@@ -47,18 +51,18 @@ def serve(make: Any, job: dict[str, Any], packages: list[str]) -> None:
         answers.write(json.dumps(what) + "\n")
         answers.flush()
 
-    start = time.perf_counter()
     peer: Peer = make(job)
-    took = time.perf_counter() - start
-    say(prefill_s=took, versions={name: version(name) for name in packages}, **peer.about())
+    read: Any = getattr(peer, "read", None)
+    took = [_seconds(read) for _ in range(job["prefill"])] if read else []
+    prefill_s = statistics.median(took) if took else None
+    say(prefill_s=prefill_s, versions={name: version(name) for name in packages}, **peer.about())
     steps: Any = getattr(peer, "steps", None)
     for line in sys.stdin:
-        ms: list[float] = steps(int(line)) if steps else [_timed(peer) for _ in range(int(line))]
+        ms: list[float] = steps(int(line)) if steps else [1e3 * _seconds(peer.step) for _ in range(int(line))]
         say(ms=ms, tokens=peer.tokens, tokens_per_s=job["batch"] * 1e3 / statistics.median(ms), **peer.about())
 
 
-def _timed(peer: Peer) -> float:
-    """Milliseconds of one step."""
+def _seconds(call: Any) -> float:
     start = time.perf_counter()
-    peer.step()
-    return (time.perf_counter() - start) * 1e3
+    call()
+    return time.perf_counter() - start

@@ -14,28 +14,33 @@ class KvPress:
         transformers: Any = import_module("transformers")
         kvpress: Any = import_module("kvpress")
         torch.set_num_threads(job["threads"])
-        self._torch, self._job = torch, job
+        self._torch, self._job, self._new_cache = torch, job, transformers.DynamicCache
         dtype = getattr(torch, job["dtype"])
         self._model = transformers.AutoModelForCausalLM.from_pretrained(job["model"], dtype=dtype).eval()
-        self._cache = transformers.DynamicCache()
-        press = getattr(kvpress, job["press"])(compression_ratio=1 - job["share"])
+        self._press = getattr(kvpress, job["press"])(compression_ratio=1 - job["share"])
         self._columns = len(job["ids"])
-        with torch.no_grad(), press(self._model):
-            self._feed(torch.tensor([job["ids"]]), 0)
+        self._cache, first = self.read()
         self._cache.batch_repeat_interleave(job["batch"])
-        self.tokens = self.tokens[:1]
+        self.tokens = [first]
 
-    def _feed(self, ids: Any, start: int) -> None:
-        """Positions are those of the text, not of what is left of it."""
+    def read(self) -> tuple[Any, int]:
+        """Read and compress the prompt in one row. -> its cache, and the first token"""
+        cache = self._new_cache()
+        with self._press(self._model):
+            return cache, self._feed(self._torch.tensor([self._job["ids"]]), cache, 0)
+
+    def _feed(self, ids: Any, cache: Any, start: int) -> int:
+        """Positions are those of the text, not of what is left of it. -> row 0's likeliest token"""
         positions = self._torch.arange(start, start + ids.shape[1])
         options = {"position_ids": positions[None], "cache_position": positions, "logits_to_keep": 1}
-        output = self._model(ids, past_key_values=self._cache, use_cache=True, **options)
-        self.tokens = [*getattr(self, "tokens", []), int(output.logits[0, -1].argmax())]
+        with self._torch.no_grad():
+            output = self._model(ids, past_key_values=cache, use_cache=True, **options)
+        return int(output.logits[0, -1].argmax())
 
     def step(self) -> None:
         """Feed the newest token in every row."""
-        with self._torch.no_grad():
-            self._feed(self._torch.tensor([[self.tokens[-1]]] * self._job["batch"]), self._columns)
+        ids = self._torch.tensor([[self.tokens[-1]]] * self._job["batch"])
+        self.tokens.append(self._feed(ids, self._cache, self._columns))
         self._columns += 1
 
     def about(self) -> dict[str, Any]:

@@ -15,27 +15,39 @@ class Quantized:
         torch: Any = import_module("torch")
         transformers: Any = import_module("transformers")
         torch.set_num_threads(job["threads"])
-        self._torch, self._job = torch, job
+        self._torch, self._transformers, self._job = torch, transformers, job
         dtype = getattr(torch, job["dtype"])
         self._model = transformers.AutoModelForCausalLM.from_pretrained(job["model"], dtype=dtype).eval()
-        read = transformers.DynamicCache(config=self._model.config)
-        self._feed(torch.tensor([job["ids"]]), read)
-        options = {"nbits": int(job["bits"]), "axis_key": AXIS[job["backend"]], "axis_value": AXIS[job["backend"]]}
-        self._cache = transformers.QuantizedCache(job["backend"], self._model.config, **options)
-        for index, layer in enumerate(read.layers):
-            keys, values = (x.repeat(job["batch"], 1, 1, 1) for x in (layer.keys, layer.values))
-            self._cache.update(keys, values, index)
+        self._cache, token = self._prefilled(job["batch"])
+        self.tokens = [token]
         first = self._cache.layers[0]
         first._dequantize(first._quantized_keys)  # quanto compiles what it needs when it is first asked
 
-    def _feed(self, ids: Any, cache: Any) -> None:
+    def read(self) -> tuple[Any, int]:
+        """Read and code the prompt in one row. -> its cache, and the first token"""
+        return self._prefilled(1)
+
+    def _prefilled(self, rows: int) -> tuple[Any, int]:
+        backend, config = self._job["backend"], self._model.config
+        plain = self._transformers.DynamicCache(config=config)
+        token = self._feed(self._torch.tensor([self._job["ids"]]), plain)
+        options = {"nbits": int(self._job["bits"]), "axis_key": AXIS[backend], "axis_value": AXIS[backend]}
+        cache = self._transformers.QuantizedCache(backend, config, **options)
+        for index, layer in enumerate(plain.layers):
+            keys, values = (x.repeat(rows, 1, 1, 1) for x in (layer.keys, layer.values))
+            cache.update(keys, values, index)
+        return cache, token
+
+    def _feed(self, ids: Any, cache: Any) -> int:
+        """-> row 0's likeliest token"""
         with self._torch.no_grad():
             output = self._model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        self.tokens = [*getattr(self, "tokens", []), int(output.logits[0, -1].argmax())]
+        return int(output.logits[0, -1].argmax())
 
     def step(self) -> None:
         """Feed the newest token in every row."""
-        self._feed(self._torch.tensor([[self.tokens[-1]]] * self._job["batch"]), self._cache)
+        ids = self._torch.tensor([[self.tokens[-1]]] * self._job["batch"])
+        self.tokens.append(self._feed(ids, self._cache))
 
     def about(self) -> dict[str, Any]:
         """Bytes of codes, grids and the newest entries, which stay as they are."""
