@@ -41,7 +41,7 @@ class Model:
         """
         scorers = [rule.scorer for rule in rules if rule]
         file = next((scorer.surrogate for scorer in scorers if scorer.surrogate), None)
-        loud = any(LOUDNESS in scorer.columns for scorer in scorers)
+        loud = any(LOUDNESS in scorer.columns and "hidden" in scorer.needs for scorer in scorers)
         if file is None and not loud:
             return {}
         if hidden is None or hidden.shape[1] != k.shape[2]:
