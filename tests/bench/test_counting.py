@@ -11,7 +11,7 @@ from tests.contract.runs import ALL, kv, prompt, spec, tiny
 
 SHAPE = KvShape((0, 1, 2), 2, 16, torch.float32, group=2)
 EXTRA = ["keynorm:budget=30%,room=5", "streaming:budget=40KiB", "window:budget=20KiB/layer", "pyramidkv:budget=20"]
-EXTRA += ["echo:budget=30%,window=4,weight=u+"]
+EXTRA += ["echo-head:budget=30%,window=4,weight=u+"]
 CODED = ["full:codec=int8,exact=4", "window:budget=90,codec=int8,exact=10", "snapkv:budget=70,codec=int4,exact=0"]
 
 
