@@ -12,6 +12,7 @@ mkdir -p "$out"
 run() { "$kvstrata" evaluate --out "$out" --contexts 8 "$@"; }
 run --task needle --budget 50%,25%,10%,5% --policy "echo,echo-layer,echo-head,echo-head:heads=$heads"
 run --task needle --budget 25%,10% --policy "random:heads=$heads,keydiff:heads=$heads,snapkv:heads=$heads,keydiff,snapkv"
+run --task needle --budget 25%,10%,5% --policy echo,echo:weight=u+,echo:weight=u --no-controls
 run --task needle --budget 10%,5% --policy echo:window=8,echo:window=128 --no-controls
 run --task ppl,faithful --length 512 --budget 50%,25%,10% \
   --policy "echo,echo-head:heads=$heads,h2o,snapkv,qevict,streaming"
