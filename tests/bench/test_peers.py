@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -66,6 +67,10 @@ class Counting:
             raise SystemExit("the peer broke down")
         self.tokens.append(self.tokens[-1])
 
+    def read(self):
+        with open({reads!r}, "a") as file:
+            file.write("read\\n")
+
     def about(self):
         return {{"cache_bytes": 1000 + len(self.tokens), "settings": {{"cache": "u8"}}}}
 
@@ -74,7 +79,9 @@ serve(Counting, read_job(), ["torch"])
 
 
 def peer_of(tmp_path, monkeypatch, broken=False):
-    (tmp_path / "run_openvino.py").write_text(SCRIPT.format(here=str(peers.HERE), broken=broken))
+    (tmp_path / "run_openvino.py").write_text(
+        SCRIPT.format(here=str(peers.HERE), broken=broken, reads=str(tmp_path / "reads"))
+    )
     monkeypatch.setattr(peers, "HERE", tmp_path)
     monkeypatch.setattr(peers, "environment", lambda name: sys.executable)
 
@@ -94,6 +101,15 @@ def test_an_engine_in_a_process_of_its_own_takes_turns(tmp_path, monkeypatch):
     assert rows[2].tokens_alike is not None
     assert rows[2].settings["cache"] == "u8"
     assert rows[2].settings["versions"]["torch"] == torch.__version__
+    assert rows[2].prefill_s is None
+    assert not (tmp_path / "reads").exists()
+
+
+def test_an_engine_reads_the_prompt_as_often_as_asked(tmp_path, monkeypatch):
+    peer_of(tmp_path, monkeypatch)
+    *_, row = run_case(tiny(), reference(), 1, parse_peers("openvino"), replace(TURNS, prefill=3))
+    assert row.prefill_s is not None
+    assert (tmp_path / "reads").read_text() == "read\n" * 3
 
 
 def test_an_engine_that_breaks_down_is_an_error_that_says_why(tmp_path, monkeypatch):

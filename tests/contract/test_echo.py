@@ -1,5 +1,6 @@
 """The scorer echo in a cache: its scores by the definition, however the tokens come, and what is kept by them."""
 
+import copy
 import math
 
 import pytest
@@ -16,6 +17,7 @@ from .families import FAMILIES, SIZES, build, frozen
 from .runs import feed, kv, prompt, tiny
 
 ALL_STAY = "echo:budget=100%"
+weights = pytest.mark.parametrize("policy", [ALL_STAY, f"{ALL_STAY},weight=u+"])
 BAND, SHIFT, SINKS = 4, 512, 4
 
 
@@ -84,7 +86,7 @@ def test_scores_are_those_of_the_definition(seen, kernels):
 @torch.no_grad()
 @pytest.mark.parametrize("kernels", ["auto", "reference"])
 def test_u_plus_divides_by_the_norms_of_hidden_states(seen, kernels):
-    model, ids, hidden = tiny(), prompt(60), []
+    model, ids, hidden = copy.deepcopy(tiny()), prompt(60), []
     for layer in model.model.layers:
         layer.input_layernorm.register_forward_hook(lambda _, __, out: hidden.append(out[0]))
     with kvstrata.compress(model, "echo:budget=100%,weight=u+", kernels=kernels) as cache:
@@ -113,27 +115,41 @@ def test_scores_do_not_depend_on_how_the_tokens_come(lengths, weight):
 
 
 @torch.no_grad()
-def test_a_padded_row_asks_as_if_alone():
+@weights
+def test_a_padded_row_asks_as_if_alone(policy):
     long, short = prompt(110), prompt(90, seed=2)
     ids = torch.cat([long, torch.cat([torch.zeros(1, 20, dtype=torch.long), short], dim=1)])
     mask = (torch.arange(110)[None] >= torch.tensor([[0], [20]])).long()
-    with kvstrata.compress(tiny(), ALL_STAY) as cache:
+    with kvstrata.compress(tiny(), policy) as cache:
         feed(tiny(), ids, cache, [60, 30, 20], mask)
         both = [scores(cache, 1, row) for row in range(2)]
     for row, own in enumerate((long, short)):
-        with kvstrata.compress(tiny(), ALL_STAY) as alone:
+        with kvstrata.compress(tiny(), policy) as alone:
             tiny()(own, **kv(alone))
             expected = scores(alone, 1)
             assert (both[row] - expected).abs().max() <= 1e-4 * expected.max()
 
 
 @torch.no_grad()
-def test_a_beam_a_crop_and_a_fork_ask_as_if_alone():
+@weights
+def test_rows_that_are_all_padded_alike_ask_as_if_alone(policy):
+    ids = prompt(60)
+    padded = torch.cat([torch.zeros(1, 7, dtype=torch.long), ids], dim=1)
+    with kvstrata.compress(tiny(), policy) as cache, kvstrata.compress(tiny(), policy) as alone:
+        feed(tiny(), padded, cache, [67], (torch.arange(67)[None] >= 7).long())
+        tiny()(ids, **kv(alone))
+        expected = scores(alone, 1)
+        assert (scores(cache, 1) - expected).abs().max() <= 1e-4 * expected.max()
+
+
+@torch.no_grad()
+@weights
+def test_a_beam_a_crop_and_a_fork_ask_as_if_alone(policy):
     first, other, more = prompt(70), prompt(70, seed=2), prompt(30, seed=3)
-    with kvstrata.compress(tiny(), ALL_STAY) as alone:
+    with kvstrata.compress(tiny(), policy) as alone:
         tiny()(torch.cat([other, more], dim=1), **kv(alone))
         expected = scores(alone, 1)
-    with kvstrata.compress(tiny(), ALL_STAY) as cache:
+    with kvstrata.compress(tiny(), policy) as cache:
         tiny()(torch.cat([first, other]), **kv(cache))
         cache.reorder_cache(torch.tensor([1, 1]))
         feed(tiny(), prompt(6, 2, seed=9), cache, [])
@@ -149,7 +165,7 @@ def test_a_beam_a_crop_and_a_fork_ask_as_if_alone():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("policy", [ALL_STAY, f"{ALL_STAY},weight=u+"])
+@weights
 def test_drafts_ask_once_they_are_taken(policy):
     ids, drafts = prompt(60), prompt(8, seed=4)
     with kvstrata.compress(tiny(), policy) as plain:
@@ -222,13 +238,14 @@ def test_a_threshold_decides_each_layer_at_once_and_needs_no_other(monkeypatch):
 
 
 @torch.no_grad()
-def test_a_saved_cache_asks_on_where_it_was(tmp_path):
-    ids = prompt(120)
-    with kvstrata.compress(tiny(), "echo:budget=40,window=8") as cache:
+@pytest.mark.parametrize("weight", ["u*wov", "u+"])
+def test_a_saved_cache_asks_on_where_it_was(tmp_path, weight):
+    ids, policy = prompt(120), f"echo:budget=40,window=8,weight={weight}"
+    with kvstrata.compress(tiny(), policy) as cache:
         tiny()(ids[:, :90], **kv(cache))
         feed(tiny(), ids[:, 90:100], cache, [])
         cache.save(tmp_path)
-        with kvstrata.compress(tiny(), "echo:budget=40,window=8") as other:
+        with kvstrata.compress(tiny(), policy) as other:
             other.load(tmp_path)
             assert other.nbytes.live == cache.nbytes.live
             assert torch.allclose(
@@ -322,3 +339,18 @@ def test_a_model_whose_projection_is_not_found_is_told_what_to_do(monkeypatch):
 def test_bad_options_say_what_is_wrong(spec, message):
     with pytest.raises(SpecError, match=message):
         kvstrata.policy.parse_policy(spec)
+
+
+@torch.no_grad()
+def test_phases_and_layers_weigh_as_they_say(tmp_path):
+    file = tmp_path / "two.yaml"
+    file.write_text('layers:\n  0-: {prefill: "echo-head:weight=u", decode: "echo-head:weight=u+"}\n')
+    with pytest.raises(SpecError, match="ask in two ways"), kvstrata.compress(tiny(), file):
+        pass
+    file.write_text('layers:\n  0: "echo-head:budget=100%,weight=u"\n  1-: "echo-head:budget=100%"\n')
+    ids = prompt(60)
+    with kvstrata.compress(tiny(), file) as mixed, kvstrata.compress(tiny(), "echo:budget=100%,weight=u") as plain:
+        for cache in (mixed, plain):
+            tiny()(ids, **kv(cache))
+        assert torch.equal(scores(mixed, 0), scores(plain, 0))
+        assert not torch.equal(scores(mixed, 1), scores(plain, 1))

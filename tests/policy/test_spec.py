@@ -66,6 +66,8 @@ def test_what_is_coded_goes_sixteen_at_a_time(file):
     assert room("h2o:codec=int8,room=1") == OnOverflow(1)
     rule = "layers:\n  0-: {decode: {scorer: keynorm, budget: 64, codec: int8%s}}\n"
     assert room(file(rule % "")) == OnOverflow(16)
+    text = rule.replace("decode", "prefill") % ""
+    assert parse_policy(file(text)).rule(0, "prefill").trigger == OnOverflow(1), "it acts once"
     assert room(file(rule % ", room: 4")) == OnOverflow(4)
 
 

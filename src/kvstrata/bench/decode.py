@@ -36,7 +36,10 @@ OF_POLICY = 0.25  # of what a policy itself changes: rounding may turn a tie bet
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """How long to measure: rounds of so many steps each, no new round after `limit` seconds; prompts so many times."""
+    """How long to measure: rounds of so many steps each, no new round after `limit` seconds.
+
+    Every prompt is read `prefill` times for its time.
+    """
 
     rounds: int
     steps: int

@@ -117,7 +117,7 @@ class Asking:
         """Keys and values that the queries' bands reach, as far back as they are stored without gaps."""
         counts = {q.shape[1] for q in self.queries}
         before, sinks = max(0, -self.band.low), self.band.sinks
-        loudness = store.column(LOUDNESS.name) if LOUDNESS in store.columns else None
+        loudness = store.column(LOUDNESS.name) if self.band.weight == "u+" else None
         if store.uniform and {store.width} == set(seen) and len(counts) == 1:  # nothing was dropped yet
             k, v = self.fresh or next((block.k, block.v) for block in store.blocks())
             first = max(0, store.width - counts.pop() - before)
@@ -170,8 +170,8 @@ class Asking:
             kernels=store.kernels,
         )
         found = found.exp_().unflatten(1, (stretch.k.shape[1], -1))
-        outputs = self._model.outputs.get(self._layer)
-        if outputs is not None:
+        if self.band.weight != "u":
+            outputs = self._model.outputs[self._layer]
             heads = slice(stretch.heads.start * found.shape[2], stretch.heads.stop * found.shape[2])
             found *= added(outputs[heads], stretch.v)
         return found.amax(dim=2)

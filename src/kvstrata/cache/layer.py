@@ -140,7 +140,7 @@ class Layer:
         self.store.stage(k, v, tokens, self.seen or [0] * batch, self.step, {**said, **marks})
         self.hidden = None
         if self.asking:
-            self.asking.fresh = None if self.columns_fed else (k, v)
+            self.asking.fresh = None if self.columns_fed or min(tokens) < queries else (k, v)
         if self.store.kernels == "exact":  # which sums in order of position, as an uncompressed cache does
             self.store.flush()
             self.store.sort()

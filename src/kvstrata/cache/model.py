@@ -41,7 +41,9 @@ class Model:
         """
         scorers = [rule.scorer for rule in rules if rule]
         file = next((scorer.surrogate for scorer in scorers if scorer.surrogate), None)
-        loud = any(LOUDNESS in scorer.columns and "hidden" in scorer.needs for scorer in scorers)
+        loud = any(
+            LOUDNESS in scorer.columns and "hidden" in scorer.needs for scorer in scorers
+        )  # not when counting bytes
         if file is None and not loud:
             return {}
         if hidden is None or hidden.shape[1] != k.shape[2]:
@@ -50,10 +52,14 @@ class Model:
             )
         found = {} if file is None else {WORTH.name: self.surrogates[file](layer, hidden)}
         if loud:
-            norm = torch.linalg.vector_norm(hidden.float(), dim=-1).log()[:, None]
-            norm = norm.masked_fill(norm.isinf(), torch.inf)  # the query of a pad that is nothing asks for nothing
-            found[LOUDNESS.name] = norm.expand(-1, k.shape[1] if per_head else 1, -1)
+            found[LOUDNESS.name] = loudness(hidden)[:, None].expand(-1, k.shape[1] if per_head else 1, -1)
         return found
+
+
+def loudness(hidden: Tensor) -> Tensor:
+    """ln of the norms [...] of hidden states [..., hidden]; +inf for those that are nothing, as a pad's may be."""
+    norm = torch.linalg.vector_norm(hidden.float(), dim=-1).log()
+    return norm.masked_fill(norm.isinf(), torch.inf)
 
 
 def added(outputs: Tensor, v: Tensor) -> Tensor:

@@ -138,7 +138,7 @@ def _decode(console: Console, model: PreTrainedModel, ids: Tensor, work: _Work) 
                 rows = [replace(row, prefill_s=read.get(row.name, row.prefill_s)) for row in rows]
                 made.append({"context": tokens, "batch": batch, "rows": [_record(row) for row in rows]})
                 _print_decode(console, rows, f"{model.dtype}, {batch} x {tokens} tokens".removeprefix("torch."))
-    return {"rounds": work.turns.rounds, "steps": work.turns.steps, "decode": made}
+    return {**asdict(work.turns), "decode": made}
 
 
 @contextmanager

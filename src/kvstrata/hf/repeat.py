@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache
 
 from kvstrata.cache import Layer
 from kvstrata.cache.fed import Fed
-from kvstrata.cache.model import Model, added
+from kvstrata.cache.model import Model, added, loudness
 from kvstrata.core import InputError
 from kvstrata.hf import compat
 from kvstrata.hf.cache import StrataCache, StrataLayer
@@ -84,10 +84,7 @@ class _Asked:
         keys = torch.cat([first, self.k[:, :, self.chunk], own], dim=2).float()
         heads, rows, size = keys.shape[1], q.shape[2], self.chunk.stop - self.chunk.start
         place = slice(first.shape[2], first.shape[2] + size)
-        norm = None
-        if self.hidden is not None:  # a query of nothing, as a pad token's may be, asks for nothing
-            norm = torch.linalg.vector_norm(self.hidden[0].float(), dim=-1).log()
-            norm = norm.masked_fill(norm.isinf(), torch.inf)
+        norm = None if self.hidden is None else loudness(self.hidden[0])
         best = torch.full((2, heads, q.shape[1] // heads, size), -torch.inf, device=q.device)
         for start, stop in query_blocks(rows, q.shape[1] * keys.shape[2]):
             own_first, end = keys.shape[2] - rows + start, keys.shape[2] - rows + stop

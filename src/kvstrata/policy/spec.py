@@ -182,21 +182,22 @@ def _phase(value: object, phase: Phase, layers: str) -> Rule | None:
         raise SpecError(f"layers {layers}: {value!r} is a policy for all layers, not a rule for some")
     if isinstance(value, str):
         return parse_policy(value).rule(0, phase)
-    return _rule(_table(value, f"layers {layers}, {phase}"), f"layers {layers}, {phase}")
+    return _rule(_table(value, f"layers {layers}, {phase}"), phase, f"layers {layers}, {phase}")
 
 
-def _rule(table: Table, where: str) -> Rule:
+def _rule(table: Table, phase: Phase, where: str) -> Rule:
     _only(table, ("scorer", "budget", "heads", "merge", "sinks", "recent", "room", *TIERING), where)
     for key in ("scorer", "budget"):
         if key not in table:
             raise SpecError(f"{where} needs the key {key!r}")
+    room = CODED_ROOM if "codec" in table and phase == "decode" else 1
     protect = {key: table[key] for key in ("sinks", "recent") if key in table}
     return Rule(
         _scorer(table["scorer"], where),
         parse_budget(table["budget"]),
         _build(where, Token, {"heads": table.get("heads", "shared")}),
         _tiers(table, where),
-        trigger=_build(where, OnOverflow, {"room": table.get("room", CODED_ROOM if "codec" in table else 1)}),
+        trigger=_build(where, OnOverflow, {"room": table.get("room", room)}),
         protect=_build(where, Protect, protect),
         merge=cast(Merging, _named(MERGES, table["merge"], where)) if "merge" in table else None,
     )

@@ -13,7 +13,7 @@ class OnOverflow:
     """When more is stored than the budget allows, at the end of a forward; then make room for `room` tokens.
 
     room=1 drops one token a step, as the papers do. A larger room never exceeds the budget either, holds (room-1)/2
-    tokens less on average, and plans only at every room-th step.
+    tokens less on average, and plans only at every room-th step. No more than a quarter of a budget makes room.
     """
 
     room: int = 1
@@ -24,7 +24,7 @@ class OnOverflow:
 
     def target(self, cap: int) -> int:
         """Entries to keep of a budget of `cap` when the rule acts."""
-        return max(1, cap - self.room + 1)
+        return max(1, cap + 1 - min(self.room, 1 + cap // 4))
 
     def due(self, over: bool, since: int | None) -> bool:
         """Whether to act: over tells that a limit is exceeded, since how many tokens came since the rule last acted."""

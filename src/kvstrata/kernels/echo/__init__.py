@@ -7,7 +7,7 @@
     Each query sees the keys at offsets band.low .. band.high from its own, as far as there are any, from number `skip`
     on; base [B, H*G, R] fp32 is the log-sum-exp of all else that its softmax runs over.
     -> [B, H*G, S] fp32: the largest log-probability that any query gives each key; -inf where none sees it. Of each
-    query's, less [B, H, R] fp32 is taken off first.
+    query's, less [B, H, R] fp32 is taken off first; a query with +inf asks for nothing.
 
 Definition: docs/methods.md, "echo".
 """
@@ -21,7 +21,7 @@ from torch import Tensor
 from kvstrata.kernels.attention.ref import Softmax
 from kvstrata.kernels.dispatch import Implementation
 from kvstrata.kernels.echo import native, ref
-from kvstrata.kernels.echo.ref import WIDEST, Band
+from kvstrata.kernels.echo.ref import WIDEST, Band, Weight
 
 IMPLEMENTATIONS: dict[str, Callable[..., Tensor]] = {"reference": ref.echo, "native": native.echo}
 
@@ -49,4 +49,4 @@ def echo(
     return implementation(q, k, base, less, before=before, band=band, softmax=softmax, skip=skip)
 
 
-__all__ = ["IMPLEMENTATIONS", "WIDEST", "Band", "echo"]
+__all__ = ["IMPLEMENTATIONS", "WIDEST", "Band", "Weight", "echo"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from kvstrata.kernels.attention.ref import Softmax
 
 ROWS = 512  # queries at once, which bounds memory
 WIDEST = 64  # offsets of a band
+Weight = Literal["u", "u*wov", "u+"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,13 +21,14 @@ class Band:
     """Offsets low .. high between an entry and the query that copies, how far queries are shifted, and the sinks.
 
     An offset of 1 is the entry behind the token that is copied, as an induction head reads it. The first `sinks` tokens
-    stand in every denominator.
+    stand in every denominator. `weight` says what becomes of a probability behind the kernels.
     """
 
     low: int = -4
     high: int = 4
     shift: int = 512
     sinks: int = 4
+    weight: Weight = "u*wov"
 
     @property
     def width(self) -> int:

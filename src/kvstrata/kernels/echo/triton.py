@@ -99,7 +99,7 @@ def best_of_keys(
     k_batch,
     k_head,
     k_row,
-    total,  # fp32 [B, H*G, R], to the base 2
+    total,  # fp32 [B, H*G, R], to the base 2, with what comes off
     best,  # fp32 [B, H*G, S], natural
     group,
     rows,

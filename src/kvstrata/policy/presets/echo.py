@@ -6,12 +6,13 @@ from dataclasses import replace
 from typing import Literal
 
 from kvstrata.core import SpecError
+from kvstrata.kernels.echo import Weight
 from kvstrata.policy.budget import Above, Budget
 from kvstrata.policy.granularity import Token
 from kvstrata.policy.policy import Policy, Rule
 from kvstrata.policy.presets.row import PRESETS, QUARTER, both
 from kvstrata.policy.protect import FOUR_SINKS, Protect, half
-from kvstrata.policy.scorers.repeat import Echo, Weight
+from kvstrata.policy.scorers.repeat import Echo
 from kvstrata.policy.trigger import Every
 
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from kvstrata.core import Column, Signals, SpecError
-from kvstrata.kernels.echo import WIDEST, Band
+from kvstrata.kernels.echo import WIDEST, Band, Weight
 from kvstrata.policy.scorers import SCORERS, Stateless
 
 ASKED = Column("asked", torch.float32)  # what an entry is worth to the queries that asked for it; 0 while none did
 LOUDNESS = Column("loudness", torch.float32)  # ln of the norm of its token's hidden state, written with the entry
-Weight = Literal["u", "u*wov", "u+"]
 
 
 @SCORERS.add("echo")
@@ -50,7 +48,7 @@ class Echo(Stateless):
     @property
     def asks(self) -> Band:
         """Who asks for an entry."""
-        return Band(self.low, self.high, self.shift, self.sinks)
+        return Band(self.low, self.high, self.shift, self.sinks, self.weight)
 
     @property
     def columns(self) -> tuple[Column, ...]:
