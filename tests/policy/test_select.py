@@ -272,16 +272,16 @@ def kept_with_room(lengths, heads, limits, room=3):
 
 def test_room_is_made_only_where_more_is_stored_than_allowed():
     limits = [(4,)] * 4
-    assert kept_with_room([[5], [4], [2], [9]], "shared", limits) == [[2], [4], [2], [2]]
-    assert kept_with_room([[5, 4], [2, 9]], "each", limits[:2]) == [[2, 4], [2, 2]]
-    assert kept_with_room([[5, 9]], "each", [(4, 8)]) == [[2, 6]]
-    assert kept_with_room([[5], [9]], "shared", limits[:2], room=99) == [[1], [1]]
+    assert kept_with_room([[5], [4], [2], [9]], "shared", limits) == [[3], [4], [2], [3]]
+    assert kept_with_room([[5, 4], [2, 9]], "each", limits[:2]) == [[3, 4], [2, 3]]
+    assert kept_with_room([[5, 9]], "each", [(4, 8)]) == [[3, 6]]
+    assert kept_with_room([[5], [9]], "shared", limits[:2], room=99) == [[3], [3]], "a quarter at most"
 
 
 def test_pooled_heads_make_room_only_when_they_are_over_together():
     assert kept_with_room([[6, 2]], "pooled", [(4,)]) == [[6, 2]]
-    assert [sum(row) for row in kept_with_room([[6, 3], [4, 4]], "pooled", [(4,), (4,)])] == [4, 8]
-    assert [sum(row) for row in kept_with_room([[7, 6]], "pooled", [(4, 8)])] == [8]
+    assert [sum(row) for row in kept_with_room([[6, 3], [4, 4]], "pooled", [(4,), (4,)])] == [6, 8]
+    assert [sum(row) for row in kept_with_room([[7, 6]], "pooled", [(4, 8)])] == [9]
 
 
 def test_a_safe_part_of_each_head_stays_whatever_the_others_score():

@@ -336,6 +336,6 @@ def test_what_a_policy_asks_of_the_cache(file):
     assert [policy.per_head(layer) for layer in (0, 10, 11, 21)] == [True, False, True, False]
 
 
-@pytest.mark.parametrize(("room", "cap", "target"), [(1, 20, 20), (8, 20, 13), (64, 20, 1)])
-def test_a_trigger_makes_room_and_leaves_at_least_one(room, cap, target):
+@pytest.mark.parametrize(("room", "cap", "target"), [(1, 20, 20), (8, 64, 57), (64, 20, 15), (16, 3, 3), (16, 4, 3)])
+def test_a_trigger_makes_room_of_at_most_a_quarter(room, cap, target):
     assert OnOverflow(room).target(cap) == target

@@ -41,9 +41,8 @@ class Model:
         """
         scorers = [rule.scorer for rule in rules if rule]
         file = next((scorer.surrogate for scorer in scorers if scorer.surrogate), None)
-        loud = any(
-            LOUDNESS in scorer.columns and "hidden" in scorer.needs for scorer in scorers
-        )  # not when counting bytes
+        # columns alone do not ask: where only bytes are counted there are no hidden states
+        loud = any(LOUDNESS in scorer.columns and "hidden" in scorer.needs for scorer in scorers)
         if file is None and not loud:
             return {}
         if hidden is None or hidden.shape[1] != k.shape[2]:
