@@ -129,13 +129,13 @@ def _decode(console: Console, model: PreTrainedModel, ids: Tensor, work: _Work) 
                 steps = work.turns.most_steps
                 part, batches = ids[:, :tokens], work.batches
                 reference = run_reference(model, part, work.policies, steps, tell, stack=stack, batches=batches)
-                read = {}
+                prompts: dict[str, float] = {}
                 if work.turns.prefill:
-                    read = prefill_times(model, part, [*reference.logits], work.turns.prefill, tell)
+                    prompts = prefill_times(model, part, [*reference.logits], work.turns.prefill, tell)
             for batch in work.batches:
                 with _progress(f"{batch} x {tokens} tokens") as tell:
                     rows = run_case(model, reference, batch, work.peers, work.turns, tell)
-                rows = [replace(row, prefill_s=read.get(row.name, row.prefill_s)) for row in rows]
+                rows = [replace(row, prefill_s=prompts.get(row.name, row.prefill_s)) for row in rows]
                 made.append({"context": tokens, "batch": batch, "rows": [_record(row) for row in rows]})
                 _print_decode(console, rows, f"{model.dtype}, {batch} x {tokens} tokens".removeprefix("torch."))
     return {**asdict(work.turns), "decode": made}
@@ -211,9 +211,9 @@ def _print_decode(console: Console, rows: list[Row], title: str) -> None:
         table.add_column(head, justify="right", no_wrap=True)
     for row in rows:
         ratios = ["" if r is None else f"{r:.2f}x" for r in (row.over_hf, row.over_repaired)]
-        read = ["" if row.prefill_s is None else f"{row.prefill_s:.2f}"] * timed
+        prompt = ["" if row.prefill_s is None else f"{row.prefill_s:.2f}"] * timed
         speed = [f"{row.ms_per_step:.1f}", f"{row.tokens_per_s:.1f}"]
-        table.add_row(row.name, f"{row.cache_bytes / MIB:.1f}", *read, *speed, *ratios, _agreement(row))
+        table.add_row(row.name, f"{row.cache_bytes / MIB:.1f}", *prompt, *speed, *ratios, _agreement(row))
     console.print(table)
     for row in rows:
         if row.glue_share is not None:
