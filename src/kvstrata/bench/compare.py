@@ -129,12 +129,12 @@ def _run(
     restart_process_peak()
     with compress(model, policy) as cache:
         start = time.perf_counter()
-        logits = _forward(model, ids, cache)
+        logits = forward(model, ids, cache)
         trace.prefill_s = time.perf_counter() - start
         for step in range(steps):
             token = torch.tensor([[choose(step, logits)]], device=ids.device)
             start = time.perf_counter()
-            logits = _forward(model, token, cache)
+            logits = forward(model, token, cache)
             trace.step_ms.append((time.perf_counter() - start) * 1e3)
             trace.live.append(cache.nbytes.live)
             trace.held.append(cache.nbytes.held)
@@ -147,7 +147,7 @@ def _run(
     return trace
 
 
-def _forward(model: PreTrainedModel, ids: Tensor, cache: StrataCache) -> Tensor:
+def forward(model: PreTrainedModel, ids: Tensor, cache: StrataCache) -> Tensor:
     """Logits [V] of the last token, on the CPU so that the clock stops when they are there."""
     output = cast(Any, model)(ids, logits_to_keep=1, **{CACHE_KEYWORD: cache})
     return cast(Tensor, output.logits)[0, -1].cpu()

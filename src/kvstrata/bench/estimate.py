@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from kvstrata.bench.compare import forward
 from kvstrata.bench.counting import Bill, KvShape, count_bytes
 from kvstrata.core import UnsupportedModelError
-from kvstrata.hf import StrataCache, compress
-from kvstrata.hf.compat import CACHE_KEYWORD, check_model, kv_shape, not_compressed, option, query_group, stock_layers
+from kvstrata.hf import compress
+from kvstrata.hf.compat import check_model, kv_shape, not_compressed, option, query_group, stock_layers
 from kvstrata.policy import Policy
 
 STEPS = 9  # decode steps measured, of which the median counts
@@ -146,7 +147,7 @@ def _time_prompt(model: PreTrainedModel, policy: Policy, tokens: int, batch: int
     for _ in range(3):
         with compress(model, policy) as cache:
             start = time.perf_counter()
-            _forward(model, ids, cache)
+            forward(model, ids, cache)
             times.append(time.perf_counter() - start)
     return min(times[1:])
 
@@ -168,7 +169,7 @@ def _time_steps(model: PreTrainedModel, policy: Policy, stored: int, work: Workl
         ids, times = _ids(model, work.batch, 1), list[float]()
         for _ in range(2 + STEPS):
             start = time.perf_counter()
-            _forward(model, ids, cache)
+            forward(model, ids, cache)
             times.append((time.perf_counter() - start) * 1e3)
     return statistics.median(times[2:])
 
@@ -181,12 +182,6 @@ def _entries(model: PreTrainedModel, stored: int, batch: int) -> tuple[Tensor, T
 
 def _ids(model: PreTrainedModel, batch: int, tokens: int) -> Tensor:
     return torch.randint(0, model.config.get_text_config(decoder=True).vocab_size, (batch, tokens), device=model.device)
-
-
-def _forward(model: PreTrainedModel, ids: Tensor, cache: StrataCache) -> None:
-    """One forward; reading a logit waits for the device."""
-    output = cast(Any, model)(ids, logits_to_keep=1, **{CACHE_KEYWORD: cache})
-    output.logits[0, -1, 0].item()
 
 
 def verdict(shell: Shell, full: Estimate, other: Estimate, work: Workload) -> list[str]:

@@ -131,7 +131,8 @@ def _decode(console: Console, model: PreTrainedModel, ids: Tensor, work: _Work) 
                 reference = run_reference(model, part, work.policies, steps, tell, stack=stack, batches=batches)
                 prompts: dict[str, float] = {}
                 if work.turns.prefill:
-                    prompts = prefill_times(model, part, [*reference.logits], work.turns.prefill, tell)
+                    names = [spec.name for spec in work.peers if spec.name == "hf"] + [*reference.logits]
+                    prompts = prefill_times(model, part, names, work.turns.prefill, tell)
             for batch in work.batches:
                 with _progress(f"{batch} x {tokens} tokens") as tell:
                     rows = run_case(model, reference, batch, work.peers, work.turns, tell)
