@@ -26,13 +26,25 @@ def select(u: Tensor, position: Tensor, cap: Tensor, protected: Tensor, valid: T
     u = u.masked_fill_(protected, torch.inf)
     count = torch.maximum(cap, protected.sum(dim=-1)).clamp_min_(1)  # [B, H]
     excess = valid.sum(dim=-1) - count
-    if excess.numel() and int(excess.max()) <= 1:  # the usual decode step: one goes, and nothing need be sorted
+    if not excess.numel() or int(excess.max()) <= 1:  # the usual decode step: one goes, and nothing need be sorted
         u = u.masked_fill_(~valid, torch.inf)
         worst = u == u.amin(dim=-1, keepdim=True)
         oldest = position.masked_fill(~worst, torch.iinfo(position.dtype).max).argmin(dim=-1, keepdim=True)
         return torch.ones_like(valid).scatter_(-1, oldest, (excess < 1)[..., None]) & valid
     u = u.masked_fill_(~valid, -torch.inf)
-    newest = position.argsort(dim=-1, descending=True, stable=True)
-    order = newest.gather(-1, u.gather(-1, newest).argsort(dim=-1, descending=True, stable=True))
-    first = torch.arange(u.shape[-1], device=u.device) < count[..., None]
-    return torch.zeros_like(valid).scatter_(-1, order, first) & valid
+    worst = _largest(u, count.clamp_max_(u.shape[-1]))
+    better, level = u > worst, (u == worst) & valid
+    free = count - better.sum(dim=-1)
+    if bool((level.sum(dim=-1) <= free).all()):
+        return better | level
+    order = position.masked_fill(~level, torch.iinfo(position.dtype).min).argsort(dim=-1, descending=True, stable=True)
+    newest = torch.arange(u.shape[-1], device=u.device) < free[..., None]
+    return better | torch.zeros_like(valid).scatter_(-1, order, newest) & level
+
+
+def _largest(u: Tensor, number: Tensor) -> Tensor:
+    """Of each u [B, H, U] the `number`-th largest, number [B, H] from 1 -> [B, H, 1]."""
+    fewest, most = map(int, number.aminmax())
+    if fewest == most:
+        return u.kthvalue(u.shape[-1] - most + 1, dim=-1, keepdim=True).values
+    return u.sort(dim=-1, descending=True).values.gather(-1, number[..., None] - 1)
