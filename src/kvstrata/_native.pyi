@@ -114,5 +114,30 @@ def column_mass(
 ) -> None:
     """What R queries give each key, from their lse [B, H*G, R], to mass_out [B, H, N] fp32; see `kernels.mass`."""
 
+def echo(
+    q: Tensor,
+    k: Tensor,
+    sinks: Tensor,
+    lse: Tensor,
+    less: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    best_out: Tensor,
+    scale: float,
+    *,
+    neighbours: bool,
+    first: int,
+    low: int,
+    high: int,
+    before: int,
+    skip: int = 0,
+    softcap: float = 0.0,
+    threads: int = 1,
+) -> None:
+    """What a repetition's queries give each key at most, to best_out [B, H*G, S] fp32; see `kernels.echo`."""
+
+def output_norms(outputs: Tensor, v: Tensor, norms_out: Tensor, *, threads: int = 1) -> None:
+    """Norms of outputs [H*G, D, D] times values v [B, H, S, D], to norms_out [B, H, G, S]; see `kernels.norms`."""
+
 def read(buffer: Tensor, threads: int = 1) -> int:
     """Read every byte of a contiguous array and return a sum: what memory can deliver, for benchmarks."""

@@ -300,7 +300,7 @@ def test_every_kind_of_rotary_positions_turns_as_the_model_does(rope, seen):
     with kvstrata.compress(model, ALL_STAY) as cache:
         model(ids, **kv(cache))
         q = seen[1][0][0]
-        turned = cache.engine.model.turn(q, 3)
+        turned = cache.engine.model.turn(3)(q)
         cos, sin = model.model.rotary_emb(q, torch.tensor([[3]]))
         scaling = getattr(model.model.rotary_emb, "attention_scaling", 1.0)
     if rope != "dynamic":  # whose angles went back when it was asked about a short text

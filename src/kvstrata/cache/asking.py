@@ -11,15 +11,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvstrata.cache.model import Model, added
+from kvstrata.cache.model import Model
 from kvstrata.cache.stored import lse_of
 from kvstrata.kernels.attention import Softmax
 from kvstrata.kernels.echo import Band, echo
+from kvstrata.kernels.norms import output_norms
 from kvstrata.policy.scorers.repeat import ASKED, LOUDNESS
 from kvstrata.store import Account, Bytes, LayerStore
 
 MANY = 16  # queries that wait before they ask together
-LEAST_REST = 1e-6  # of a softmax, that what is left of it without the sinks counts as at least
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,7 +99,7 @@ class Asking:
             group = self.queries[0].shape[0] // store.num_kv_heads
             heads = slice(stretch.heads.start * group, stretch.heads.stop * group)
             rows = range(stretch.rows.start, stretch.rows.stop)
-            q, lse = (torch.stack([part[row][heads] for row in rows]) for part in (self.queries, known))
+            q, lse = (_rows([part[row][heads] for row in rows]) for part in (self.queries, known))
             worth = self._worth(q, lse, stretch, softmax, store)
             if stretch.places is None:
                 asked[stretch.rows, stretch.heads, -worth.shape[2] :] = worth
@@ -154,14 +154,14 @@ class Asking:
         if done <= 0:
             return torch.zeros(stretch.k.shape[:3], device=q.device)
         q, lse = q[:, :, :done], lse[:, :, :done]
-        turned, sinks = (self._model.turn(k, -self.band.shift).to(q.dtype) for k in (stretch.k, stretch.sinks))
-        rest = _rest(q, lse, stretch.sinks, sinks, stretch.origin + before, softmax)
         skip = min(max(0, self.band.sinks - stretch.origin), stretch.k.shape[2])
         less = stretch.less
         if less is not None:
-            less = less[:, :, before : before + done].expand(-1, turned.shape[1], -1)
+            less = less[:, :, before : before + done].expand(-1, stretch.k.shape[1], -1)
         found = echo(
-            *(q, turned, rest),
+            *(q, stretch.k, stretch.sinks, lse),
+            turn=self._model.turn(-self.band.shift),
+            first=stretch.origin + before,
             before=before,
             band=self.band,
             softmax=softmax,
@@ -173,7 +173,7 @@ class Asking:
         if self.band.weight != "u":
             outputs = self._model.outputs[self._layer]
             heads = slice(stretch.heads.start * found.shape[2], stretch.heads.stop * found.shape[2])
-            found *= added(outputs[heads], stretch.v)
+            found *= output_norms(outputs[heads], stretch.v, store.kernels)
         return found.amax(dim=2)
 
     # -- rows and rollback --------------------------------------------------------------------------------------
@@ -207,27 +207,12 @@ class Asking:
         self.hold(*([tensors[f"{name}.{row}"].to(device) for row in rows] for name in ("queries", "lse")))
 
 
+def _rows(parts: list[Tensor]) -> Tensor:
+    """One tensor of equal rows; a single one is not copied."""
+    return parts[0][None] if len(parts) == 1 else torch.stack(parts)
+
+
 def _from_first_nan(lse: Tensor) -> int:
     """How many of lse [R] there are from the first NaN on."""
     unknown = lse.isnan()
     return len(lse) - int(unknown.int().argmax()) if bool(unknown.any()) else 0
-
-
-def _rest(q: Tensor, lse: Tensor, sinks: Tensor, turned: Tensor, first: int, softmax: Softmax) -> Tensor:
-    """Log-sum-exp [b, h*G, R] of what a repeated query sees outside its band: the repetition so far, and the sinks.
-
-    The repetition so far is what q [b, h*G, R, D], the first of them at position `first`, saw without the sinks.
-    """
-    heads, count = sinks.shape[1], sinks.shape[2]
-    if count == 0:
-        return lse
-    both = torch.cat([sinks, turned], dim=2).float()  # [b, h, 2s, D]
-    scores = q.unflatten(1, (heads, -1)).float() @ both[:, :, None].transpose(-1, -2) * softmax.scale
-    if softmax.softcap is not None:
-        scores = scores.div_(softmax.softcap).tanh_().mul_(softmax.softcap)
-    p = (scores.flatten(1, 2) - lse[..., None]).exp_()  # of what the query saw itself
-    own, later = p.split(count, dim=-1)
-    if first < count:  # the first queries see no later sinks
-        position = torch.arange(first, first + q.shape[2], device=q.device)
-        own = own.masked_fill(torch.arange(count, device=q.device) > position[:, None], 0.0)
-    return lse + ((1 - own.sum(dim=-1)).clamp_min_(LEAST_REST) + later.sum(dim=-1)).log_()

@@ -9,26 +9,24 @@ import torch
 from torch import Tensor
 
 from kvstrata.core import UnsupportedModelError
-from kvstrata.kernels.codec.rotation import Rotary
+from kvstrata.kernels.codec.rotation import Rotary, Turn
 from kvstrata.policy.policy import Rule
 from kvstrata.policy.scorers.learned import WORTH
 from kvstrata.policy.scorers.repeat import LOUDNESS
 from kvstrata.policy.surrogate import SurrogateModel
-
-TOGETHER = 1 << 22  # numbers made at once of what outputs make of values
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Model:
     """Parts of a model that some policies need; each is there only where the policy asks for it.
 
-    rotary: positions that do not depend on the length of the text. turn: x [..., D] and how many positions later it
-    stands -> x turned, by whatever positions the model has now. outputs: of every layer [H*G, Dv, Dv] fp32, such that
-    the norm of outputs[g] @ v is that of what head g's part of the output projection makes of v. surrogates: by file.
+    rotary: positions that do not depend on the length of the text. turn: what takes keys so many positions later,
+    by whatever positions the model has now. outputs: of every layer [H*G, Dv, Dv] fp32, as `kernels.norms` names them.
+    surrogates: by file.
     """
 
     rotary: Rotary | None = None
-    turn: Callable[[Tensor, int], Tensor] | None = None
+    turn: Callable[[int], Turn] | None = None
     outputs: Mapping[int, Tensor] = field(default_factory=dict[int, Tensor])
     surrogates: Mapping[str, SurrogateModel] = field(default_factory=dict[str, SurrogateModel])
 
@@ -59,15 +57,6 @@ def loudness(hidden: Tensor) -> Tensor:
     """ln of the norms [...] of hidden states [..., hidden]; +inf for those that are nothing, as a pad's may be."""
     norm = torch.linalg.vector_norm(hidden.float(), dim=-1).log()
     return norm.masked_fill(norm.isinf(), torch.inf)
-
-
-def added(outputs: Tensor, v: Tensor) -> Tensor:
-    """Norms [b, h, G, S] of what h*G heads' parts of the output projection [h*G, Dv, Dv] make of v [b, h, S, Dv]."""
-    turn = outputs.unflatten(0, (v.shape[1], -1)).flatten(1, 2).transpose(-1, -2)  # [h, Dv, G*Dv]
-    size = max(1, TOGETHER // (v.shape[0] * turn[:, 0].numel()))
-    parts = ((s.float() @ turn).unflatten(-1, (-1, v.shape[-1])) for s in v.split(size, dim=2))  # [b, h, s, G, Dv]
-    norms = [torch.linalg.vector_norm(part, dim=-1).transpose(2, 3) for part in parts]
-    return torch.cat(norms, dim=-1)
 
 
 NOTHING = Model()

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from kvstrata.cache.model import Model, added
+from kvstrata.cache.model import Model
 from kvstrata.cache.step import Pending
 from kvstrata.core import PROMPT, Phase, Signals
+from kvstrata.kernels.norms import output_norms
 from kvstrata.policy.policy import Rule
 from kvstrata.store import LayerStore
 
@@ -57,4 +58,4 @@ def shown(
 
 def _added(store: LayerStore, outputs: Tensor) -> Tensor:
     """Norms [B, H, N] of what the output projection makes of every value, on average over a group's query heads."""
-    return added(outputs, store.dense("v")).mean(dim=2)
+    return output_norms(outputs, store.dense("v"), store.kernels).mean(dim=2)

@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache
 
 from kvstrata.cache import Layer
 from kvstrata.cache.fed import Fed
-from kvstrata.cache.model import Model, added, loudness
+from kvstrata.cache.model import Model, loudness
 from kvstrata.core import InputError
 from kvstrata.hf import compat
 from kvstrata.hf.cache import StrataCache, StrataLayer
@@ -26,6 +26,7 @@ from kvstrata.hf.framing import encode, frame_of
 from kvstrata.kernels.attention import Softmax, attend
 from kvstrata.kernels.dispatch import Implementation
 from kvstrata.kernels.mass.ref import block_scores, query_blocks
+from kvstrata.kernels.norms import output_norms
 from kvstrata.policy.scorers.learned import REPEATED, REPEATED_PLUS
 
 CHUNK = 2000  # tokens repeated at a time (KVzip, appendix)
@@ -95,7 +96,7 @@ class _Asked:
                 best[1] = torch.maximum(best[1], (found - norm[start:stop, None]).amax(dim=2))
         worth = best.exp_()
         if self._outputs is not None and norm is not None:
-            worth[1] *= added(self._outputs, self.v[:, :, self.chunk])[0]
+            worth[1] *= output_norms(self._outputs, self.v[:, :, self.chunk], self._kernels)[0]
         self.scores[:, :, self.chunk] = torch.maximum(self.scores[:, :, self.chunk], worth.amax(dim=2))
 
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from kvstrata.core import UnsupportedModelError
 from kvstrata.hf import compat
-from kvstrata.kernels.codec.rotation import PAIRS, Rotary
+from kvstrata.kernels.codec.rotation import PAIRS, Rotary, Turn
 
 FIXED = ("default", "linear", "llama3", "yarn")  # kinds whose angles do not depend on how long the text is
 
@@ -32,7 +32,7 @@ def rotary_of(model: PreTrainedModel) -> Rotary:
     return _checked(model, module, name, "keys cannot be taken before rotary positions")
 
 
-def turn_of(model: PreTrainedModel) -> Callable[[Tensor, int], Tensor]:
+def turn_of(model: PreTrainedModel) -> Callable[[int], Turn]:
     """What moves queries or keys [..., D] of full-attention layers by some positions, with the angles of the moment.
 
     Raises `UnsupportedModelError` with the reason where the model has no rotary positions, or others.
@@ -41,8 +41,8 @@ def turn_of(model: PreTrainedModel) -> Callable[[Tensor, int], Tensor]:
     module, name = _found(model, what)
     pairs = _checked(model, module, name, what).pairs
 
-    def turn(x: Tensor, by: int) -> Tensor:
-        return Rotary(cast(Tensor, getattr(module, name)).float(), 1.0, pairs).by(x, by)
+    def turn(steps: int) -> Turn:
+        return Rotary(cast(Tensor, getattr(module, name)).float(), 1.0, pairs).by(steps)
 
     return turn
 

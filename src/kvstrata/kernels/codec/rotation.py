@@ -32,10 +32,36 @@ def _matrix(size: int) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Rotary:
-    """A model's rotary positions: angles position * frequencies [R/2] turn pairs of the first R channels.
+class Turn:
+    """Pairs of the first R channels turned by angles whose cosines and sines are [..., R/2].
 
-    pairs: "halves" (i, i + R/2), or "neighbours" (2i, 2i + 1). `scaling` multiplies both parts, as YaRN does.
+    pairs: "halves" (i, i + R/2), or "neighbours" (2i, 2i + 1).
+    """
+
+    cos: Tensor
+    sin: Tensor
+    pairs: Pairs = "halves"
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [..., D] turned, as new fp32 numbers."""
+        out = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        cos, sin = self.cos.to(x.device), self.sin.to(x.device)
+        size = 2 * cos.shape[-1]
+        if self.pairs == "halves":
+            a, b = out[..., :size].chunk(2, dim=-1)
+        else:
+            a, b = out[..., 0:size:2], out[..., 1:size:2]
+        before = a.clone()
+        a.mul_(cos).addcmul_(b, sin, value=-1.0)
+        b.mul_(cos).addcmul_(before, sin)
+        return out
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rotary:
+    """A model's rotary positions: angles position * frequencies [R/2] turn pairs of channels, as `Turn` names them.
+
+    `scaling` multiplies both parts, as YaRN does.
     """
 
     frequencies: Tensor
@@ -44,23 +70,16 @@ class Rotary:
 
     def on(self, x: Tensor, position: Tensor) -> Tensor:
         """x [..., D] fp32 at `position` [...], as attention reads it."""
-        return self._turn(x, position, 1.0, self.scaling)
+        return self._at(position, 1.0, self.scaling)(x)
 
     def off(self, x: Tensor, position: Tensor) -> Tensor:
         """Undo `on`."""
-        return self._turn(x, position, -1.0, 1.0 / self.scaling)
+        return self._at(position, -1.0, 1.0 / self.scaling)(x)
 
-    def by(self, x: Tensor, steps: int) -> Tensor:
-        """x [..., D] `steps` positions later, or earlier where that is negative."""
-        return self._turn(x.float(), torch.tensor(steps, device=x.device), 1.0, 1.0)
+    def by(self, steps: int) -> Turn:
+        """What takes keys or queries `steps` positions later, or earlier where that is negative."""
+        return self._at(torch.tensor(steps, device=self.frequencies.device), 1.0, 1.0)
 
-    def _turn(self, x: Tensor, position: Tensor, sign: float, scaling: float) -> Tensor:
-        angle = position[..., None].float() * self.frequencies.to(x.device)
-        cos, sin = angle.cos() * scaling, angle.sin() * (sign * scaling)
-        size = 2 * angle.shape[-1]
-        if self.pairs == "halves":
-            a, b = x[..., :size].chunk(2, dim=-1)
-            return torch.cat([a * cos - b * sin, b * cos + a * sin, x[..., size:]], dim=-1)
-        a, b = x[..., 0:size:2], x[..., 1:size:2]
-        turned = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
-        return torch.cat([turned, x[..., size:]], dim=-1)
+    def _at(self, position: Tensor, sign: float, scaling: float) -> Turn:
+        angle = position[..., None].float() * self.frequencies.to(position.device)
+        return Turn(angle.cos() * scaling, angle.sin() * (sign * scaling), self.pairs)

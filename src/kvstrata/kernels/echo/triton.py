@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from kvstrata.kernels.attention.ref import Softmax
-from kvstrata.kernels.echo.ref import Band
+from kvstrata.kernels.codec.rotation import Turn
+from kvstrata.kernels.echo.ref import Band, rest_of
 
 try:
     import triton
@@ -25,11 +26,24 @@ COUNTS = ["group", "rows", "keys", "first", "skip"]
 
 
 def echo(
-    q: Tensor, k: Tensor, base: Tensor, less: Tensor, *, before: int, band: Band, softmax: Softmax, skip: int
+    q: Tensor,
+    k: Tensor,
+    sinks: Tensor,
+    lse: Tensor,
+    less: Tensor,
+    *,
+    turn: Turn,
+    first: int,
+    before: int,
+    band: Band,
+    softmax: Softmax,
+    skip: int,
 ) -> Tensor:
     """See `kernels.echo`."""
     (batch, every, rows, dim), (_, heads, keys, _) = q.shape, k.shape
-    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
+    base = rest_of(q, sinks, lse, turn, first, softmax)
+    k = turn(k)
+    q = q if q.stride(-1) == 1 else q.contiguous()
     total = torch.empty(batch, every, rows, dtype=torch.float32, device=q.device)
     best = torch.empty(batch, every, keys, dtype=torch.float32, device=q.device)
     where = (every // heads, rows, keys, before + band.low, skip, softmax.scale, softmax.softcap)

@@ -178,4 +178,11 @@ void expect_dense_rows(const Array& array, const char* name) {
   }
 }
 
+DType dtype_of(const Array& array, const char* name) {
+  for (DType dtype : {DType::f32, DType::bf16, DType::f16}) {
+    if (array.scalar == scalar_of(dtype)) return dtype;
+  }
+  fail(std::string(name) + " must be float32, bfloat16 or float16, not " + array.describe());
+}
+
 }  // namespace kvstrata

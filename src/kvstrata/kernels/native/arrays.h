@@ -50,6 +50,9 @@ void expect(const Array& array, const char* name, Scalar scalar, std::initialize
 void expect_contiguous(const Array& array, const char* name);
 void expect_dense_rows(const Array& array, const char* name);
 
+// The dtype of a cache that the array has; ValueError for others.
+DType dtype_of(const Array& array, const char* name);
+
 const char* name_of(Scalar scalar);
 
 [[noreturn]] void fail(const std::string& message);  // ValueError

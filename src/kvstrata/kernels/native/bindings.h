@@ -11,6 +11,7 @@ void bind_entries(nanobind::module_& m);
 void bind_codec(nanobind::module_& m);
 void bind_echo(nanobind::module_& m);
 void bind_mass(nanobind::module_& m);
+void bind_norms(nanobind::module_& m);
 void bind_units(nanobind::module_& m);
 
 }  // namespace kvstrata

@@ -5,18 +5,8 @@
 #include "pool.h"
 
 namespace kvstrata {
-namespace {
 
-constexpr double LOG2_E = 1.4426950408889634;
-
-DType dtype_of(const Array& array, const char* name) {
-  for (DType dtype : {DType::f32, DType::bf16, DType::f16}) {
-    if (array.scalar == scalar_of(dtype)) return dtype;
-  }
-  fail(std::string(name) + " must be float32, bfloat16 or float16, not " + array.describe());
-}
-
-}  // namespace
+static constexpr double LOG2_E = 1.4426950408889634;
 
 DenseInputs::DenseInputs(nb::handle q_object, nb::handle k_object, double scale, double softcap, int threads)
     : q(view(q_object, "q")), k(view(k_object, "k")) {

@@ -12,6 +12,7 @@ namespace kvstrata {
   extern const CodecKernels CODEC_KERNELS; \
   extern const MassKernels MASS_KERNELS;   \
   extern const EchoKernels ECHO_KERNELS;   \
+  extern const NormKernels NORM_KERNELS;   \
   }
 KVSTRATA_DECLARE(portable)
 KVSTRATA_DECLARE(avx2)
@@ -27,15 +28,16 @@ std::vector<Isa> built() {
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                       __builtin_cpu_supports("avx512vnni");
   found.push_back({"avx512", &avx512::KERNELS, &avx512::CODEC_KERNELS, &avx512::MASS_KERNELS, &avx512::ECHO_KERNELS,
-                   bool(avx512)});
+                   &avx512::NORM_KERNELS, bool(avx512)});
 #endif
 #if defined(KVSTRATA_HAS_AVX2)
   // every CPU with AVX2 and FMA that was ever sold has F16C, which older compilers cannot ask for
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  found.push_back({"avx2", &avx2::KERNELS, &avx2::CODEC_KERNELS, &avx2::MASS_KERNELS, &avx2::ECHO_KERNELS, bool(avx2)});
+  found.push_back({"avx2", &avx2::KERNELS, &avx2::CODEC_KERNELS, &avx2::MASS_KERNELS, &avx2::ECHO_KERNELS,
+                   &avx2::NORM_KERNELS, bool(avx2)});
 #endif
   found.push_back({"portable", &portable::KERNELS, &portable::CODEC_KERNELS, &portable::MASS_KERNELS,
-                   &portable::ECHO_KERNELS, true});
+                   &portable::ECHO_KERNELS, &portable::NORM_KERNELS, true});
   return found;
 }
 

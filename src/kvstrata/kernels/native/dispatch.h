@@ -8,6 +8,7 @@
 #include "echo.h"
 #include "kernels.h"
 #include "mass.h"
+#include "norms.h"
 
 namespace kvstrata {
 
@@ -18,6 +19,7 @@ struct Isa {
   const CodecKernels* codec;
   const MassKernels* mass;
   const EchoKernels* echo;
+  const NormKernels* norms;
   bool runs;
 };
 

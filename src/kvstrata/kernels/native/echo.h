@@ -9,8 +9,15 @@ namespace kvstrata {
 // before + r + low .. before + r + low + width - 1, as far as they are from `skip` on.
 struct Echo {
   Dense dense;
-  const float* base;  // [group, queries], natural
+  const char* sinks;  // [sink_count, dim], rows dense, of dense.dtype
+  int64_t sink_bytes;  // from one to the next
+  int sink_count;
+  const float* lse;   // [group, queries], natural: what each query saw itself
   const float* less;  // [queries], natural, taken off what each query gives
+  const float *cos, *sin;  // [pairs]: how keys are turned
+  int pairs;
+  bool neighbours;  // pairs are (2i, 2i + 1), or else (i, i + pairs)
+  int64_t first;    // position of query 0
   int64_t before;
   int low, width;
   int64_t skip;
@@ -24,5 +31,6 @@ struct EchoKernels {
 
 constexpr int64_t ECHO_KEYS = 256;
 constexpr int ECHO_WIDTH = 64;  // offsets of the widest band
+constexpr int ECHO_SINKS = 64;  // sinks at most
 
 }  // namespace kvstrata

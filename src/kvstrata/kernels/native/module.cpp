@@ -47,5 +47,6 @@ NB_MODULE(_native, m) {
   bind_codec(m);
   bind_echo(m);
   bind_mass(m);
+  bind_norms(m);
   bind_units(m);
 }

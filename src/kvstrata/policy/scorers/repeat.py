@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvstrata.core import Column, Signals, SpecError
-from kvstrata.kernels.echo import WIDEST, Band, Weight
+from kvstrata.kernels.echo import MOST_SINKS, WIDEST, Band, Weight
 from kvstrata.policy.scorers import SCORERS, Stateless
 
 ASKED = Column("asked", torch.float32)  # what an entry is worth to the queries that asked for it; 0 while none did
@@ -37,8 +37,8 @@ class Echo(Stateless):
             raise SpecError(f"low={self.low}, high={self.high}: give a band of 1 to {WIDEST} offsets")
         if self.shift < 1:
             raise SpecError(f"shift={self.shift}: a repetition comes later, so give 1 or more")
-        if self.sinks < 0:
-            raise SpecError(f"sinks={self.sinks}: give 0 or more")
+        if not 0 <= self.sinks <= MOST_SINKS:
+            raise SpecError(f"sinks={self.sinks}: give 0 to {MOST_SINKS}")
 
     @property
     def needs(self) -> frozenset[str]:
