@@ -82,6 +82,9 @@ def move(source: Pages, target: Pages, order: Tensor, threads: int = 1) -> None:
     Both may be the same if no entry moves to a slot that a later one comes from. Lengths are not touched.
     """
 
+def gather(pages: Pages, segment: Tensor, slot: Tensor, k_out: Tensor, v_out: Tensor) -> None:
+    """Copy the entries at slot [n] int32 of segment [n] int32 of exact pages to k_out [n, D] and v_out [n, Dv]."""
+
 def pack(arena: Arena, k: Tensor, v: Tensor, k_codes: Tensor, v_codes: Tensor, grid: Tensor) -> int:
     """Code whole pages k [n, 64, D] and v [n, 64, Dv] into arrays like a Block's; how many numbers are not finite."""
 

@@ -56,6 +56,20 @@ def test_move_within_and_between(dtype, threads):
         assert torch.equal(after_k[s, : len(slots)], source_k[s, slots])
 
 
+@dtypes
+def test_gather(dtype):
+    tier = Tier(dtype, None, [130, 64, 0, 3], 16, 24)
+    k, v = tier.read(130)
+    segment, slot = torch.tensor([0, 3, 0, 1, 0]), torch.tensor([129, 2, 0, 63, 64])
+    out = torch.empty(5, 16, dtype=dtype), torch.empty(5, 24, dtype=dtype)
+    _native.gather(tier.pages, segment.int(), slot.int(), *out)
+    assert torch.equal(out[0], k[segment, slot])
+    assert torch.equal(out[1], v[segment, slot])
+    for wrong in ((4, 0), (-1, 0), (0, 64 * 99), (0, -1)):
+        with pytest.raises(ValueError, match="has no slot"):
+            _native.gather(tier.pages, *(torch.full((5,), n, dtype=torch.int32) for n in wrong), *out)
+
+
 def test_append_alone():
     tier = Tier(torch.float16, None, [0, 63, 64, 1], 16, 8, room=4)
     k, v = torch.randn(2, 2, 4, 16).half(), torch.randn(2, 2, 4, 8).half()

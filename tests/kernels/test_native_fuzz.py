@@ -166,7 +166,7 @@ def test_attend(data):
 
 @given(st.data())
 @settings(max_examples=2_000, phases=[Phase.generate])
-def test_append_and_move(data):
+def test_append_move_and_gather(data):
     dtype = data.draw(st.sampled_from([torch.float32, torch.float16]))
     source, target = (
         data.draw(tiers(dtype, None)),
@@ -180,7 +180,10 @@ def test_append_and_move(data):
     }
     order = torch.randint(-1, 200, (BATCH * HEADS, 90), dtype=torch.int32)
     moves = {"source": source, "target": data.draw(st.sampled_from([source, target])), "order": order, "threads": 2}
-    for given_args, function in ((args, _native.append), (moves, _native.move)):
+    names = (torch.randint(-1, high, (7,), dtype=torch.int32) for high in (BATCH * HEADS, 200))
+    copies = {"pages": source, **dict(zip(("segment", "slot"), names, strict=True))}
+    copies |= {name: torch.empty(7, DIM, dtype=dtype) for name in ("k_out", "v_out")}
+    for given_args, function in ((args, _native.append), (moves, _native.move), (copies, _native.gather)):
         for name in data.draw(some(given_args, 2)):
             given_args[name] = data.draw(wrong(given_args[name]))
         attempt(function, **given_args)

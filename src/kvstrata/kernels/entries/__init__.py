@@ -1,12 +1,14 @@
 """Entries of exact pages, written and moved.
 
-One contract, two implementations:
+One contract, two implementations; `put` has the reference alone:
 
     append(pages, k, v, tokens)    writes the last tokens[b] rows of k [B, H, Q, D] and v [B, H, Q, Dv] behind what
                                    each segment holds; the table must have room. `pages.lengths` counts them then.
     move(source, target, segment, at, to)    makes slot to[i] of segment[i] of `target` what slot at[i] of `source`
                                    was; all [n] int64. Lengths are not touched. Both may be the same pages if no slot
                                    is read and written.
+    gather(pages, segment, slot)   copies: keys [n, D] and values [n, Dv] of entries named by segment and slot [n].
+    put(pages, segment, slot, k, v)          overwrites such entries; k may be None.
 """
 
 from __future__ import annotations
@@ -44,6 +46,17 @@ def move(source: Pages, target: Pages, segment: Tensor, at: Tensor, to: Tensor) 
     dispatch.native_module().move(source.twin, target.twin, order, threads=threads)
 
 
-gather, put = ref.gather, ref.put  # of whatever pages: their memory is torch's
+def gather(pages: Pages, segment: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
+    """Copy the entries at some slots; see the module docstring."""
+    if slot.device.type != "cpu" or pages.twin is None:
+        return ref.gather(pages, segment, slot)
+    dims = pages.format.k_dim, pages.format.v_dim
+    k, v = (torch.empty(len(slot), dim, dtype=pages.format.dtype) for dim in dims)
+    if len(slot):
+        dispatch.native_module().gather(pages.twin, segment.int(), slot.int(), k, v)
+    return k, v
+
+
+put = ref.put
 
 __all__ = ["append", "gather", "move", "put"]

@@ -34,13 +34,13 @@ def move(source: Pages, target: Pages, segment: Tensor, at: Tensor, to: Tensor) 
 
 
 def gather(pages: Pages, segment: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys [n, D] and values [n, Dv] of exact entries, each named by its segment and slot [n]."""
+    """See `kernels.entries`."""
     rows = _rows(pages, segment, slot)
     return _take(pages, "k", rows), _take(pages, "v", rows)
 
 
 def put(pages: Pages, segment: Tensor, slot: Tensor, k: Tensor | None, v: Tensor) -> None:
-    """Overwrite keys [n, D], unless None, and values [n, Dv] of exact entries, each named by its segment and slot."""
+    """See `kernels.entries`."""
     rows = _rows(pages, segment, slot)
     if k is not None:
         _write(pages, "k", rows, k)

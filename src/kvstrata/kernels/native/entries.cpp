@@ -121,11 +121,45 @@ void move(Pages* source, Pages* target, nb::handle order, int threads) {
   });
 }
 
+void gather(Pages* pages, nb::handle segments, nb::handle slots, nb::handle k_out, nb::handle v_out) {
+  const Format f = pages->format();
+  if (f.coded) fail("entries are gathered from exact pages only");
+  const Array segment = view(segments, "segment"), slot = view(slots, "slot"), k = view(k_out, "k_out"),
+              v = view(v_out, "v_out");
+  expect(segment, "segment", Scalar::i32, {-1});
+  expect_contiguous(segment, "segment");
+  const int64_t count = segment.shape[0];
+  expect(slot, "slot", Scalar::i32, {count});
+  expect_contiguous(slot, "slot");
+  expect(k, "k_out", scalar_of(f.dtype), {count, f.k_dim});
+  expect_contiguous(k, "k_out");
+  expect(v, "v_out", scalar_of(f.dtype), {count, f.v_dim});
+  expect_contiguous(v, "v_out");
+  const int64_t k_row = int64_t(f.k_dim) * item_size(f.dtype), v_row = int64_t(f.v_dim) * item_size(f.dtype);
+  std::vector<std::pair<const char*, const char*>> rows(count);
+  size_t hint = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t s = segment.as<int32_t>()[i], at = slot.as<int32_t>()[i];
+    if (s < 0 || s >= pages->segments() || at < 0 || at >= pages->slots()) {
+      fail("segment " + std::to_string(s) + " has no slot " + std::to_string(at));
+    }
+    const Page page = pages->arena().find(pages->page(s, at / PAGE), hint);
+    rows[i] = {page.k + at % PAGE * k_row, page.v + at % PAGE * v_row};
+  }
+  const auto held = pages->arena().hold();
+  nb::gil_scoped_release without_gil;
+  for (int64_t i = 0; i < count; ++i) {
+    std::memcpy(k.data + i * k_row, rows[i].first, k_row);
+    std::memcpy(v.data + i * v_row, rows[i].second, v_row);
+  }
+}
+
 }  // namespace
 
 void bind_entries(nb::module_& m) {
   using namespace nb::literals;
   m.def("append", &append, "pages"_a, "new_k"_a, "new_v"_a, "tokens"_a.none() = nb::none());
+  m.def("gather", &gather, "pages"_a, "segment"_a, "slot"_a, "k_out"_a, "v_out"_a);
   m.def("move", &move, "source"_a, "target"_a, "order"_a, "threads"_a = 1);
 }
 
