@@ -89,6 +89,21 @@ def test_gsm8k_runs_on_files_at_hand(folder, local):
     assert all(row["n"] == 2 for row in rows)
 
 
+def test_a_length_cuts_prompts(folder, local, monkeypatch):
+    from kvstrata.evaluate.harness import StrataLM
+
+    read, generate = [], StrataLM._model_generate
+
+    def recorded(self, context, max_length, *args, **kwargs):
+        read.append((context.shape[1], max_length))
+        return generate(self, context, max_length, *args, **kwargs)
+
+    monkeypatch.setattr(StrataLM, "_model_generate", recorded)
+    options = ["--model", folder, "--policy", "full", "--contexts", 1, "--data", local, "--no-controls"]
+    assert kvstrata("evaluate", "--lm-eval", "gsm8k", *options, "--length", 300).exit_code == 0
+    assert read == [(44, 300)]  # 256 are for the answer
+
+
 def test_the_harness_s_own_command_knows_our_model(folder, local):
     command = [sys.executable, "-m", "kvstrata.evaluate.harness", "run", "--model", "kvstrata"]
     command += ["--model_args", f"pretrained={folder},policy=streaming:budget=32;sinks=2", "--tasks", "gsm8k_local"]

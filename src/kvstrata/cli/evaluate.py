@@ -45,7 +45,7 @@ def evaluate(
     task: Annotated[str, typer.Option(help="Tasks, by commas; ruler-* for all that begin so.")] = "needle",
     scope: Annotated[str, typer.Option(help="context: asked after compression; prompt: before.")] = "context",
     contexts: Annotated[int | None, typer.Option(min=1, help="Examples of each task; default: the task's own.")] = None,
-    length: Annotated[int | None, typer.Option(min=64, help="Tokens of a context; default: the task's own.")] = None,
+    length: Annotated[int | None, typer.Option(min=64, help="Tokens of a context; --lm-eval: at most.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Draws other examples.")] = 0,
     haystack: Annotated[Path | None, typer.Option(help="A text to hide things in, and to continue.")] = None,
     data: Annotated[Path | None, typer.Option(help="Folder of data that is not shipped; see docs/data.md.")] = None,

@@ -132,7 +132,13 @@ def run_lm_eval(names: Sequence[str], asked: Sequence[Asked], job: Job, folder: 
         raise InputError(f"lm-evaluation-harness has no task {', '.join(unknown)}; `lm_eval ls tasks` lists them")
     model, tokenizer = load_model(job.model, job.dtype, job.device)
     about = {"tasks": tasks, "model": weights_digest(model, job.model or DEMO), "dtype": str(model.dtype)}
-    about |= {"contexts": settings.contexts, "seed": settings.seed, "kernels": job.kernels, "device": job.device}
+    about |= {
+        "contexts": settings.contexts,
+        "length": settings.length,
+        "seed": settings.seed,
+        "kernels": job.kernels,
+        "device": job.device,
+    }
     about |= {"lm_eval": version("lm_eval"), "data": _hashes(settings.data)}
     texts = {digest(read_text(file)) for file in _files(settings.data)}
     rows: list[dict[str, Any]] = []
@@ -142,6 +148,7 @@ def run_lm_eval(names: Sequence[str], asked: Sequence[Asked], job: Job, folder: 
         path = folder / f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]}.json"
         if not path.is_file():
             options: dict[str, Any] = {"tokenizer": tokenizer, "batch_size": job.batch or 1}
+            options |= {"max_length": settings.length}  # longer ones lose their beginning
             lm = StrataLM(model, one.policy, one.budget, job.kernels, **options)
             found = _evaluated(lm, tasks, settings, manager)
             _write(path, {**key, **HOW, "share_held": lm.share_held, "rows": found, **provenance()})
