@@ -140,7 +140,7 @@ def echo(
     """What a repetition's queries give each key at most, to best_out [B, H*G, S] fp32; see `kernels.echo`."""
 
 def output_norms(outputs: Tensor, v: Tensor, norms_out: Tensor, *, threads: int = 1) -> None:
-    """Norms of outputs [H*G, D, D] times values v [B, H, S, D], to norms_out [B, H, G, S]; see `kernels.norms`."""
+    """Norms of values v [B, H, S, D] times outputs [H*G, D, D], to norms_out [B, H, G, S]; see `kernels.norms`."""
 
 def read(buffer: Tensor, threads: int = 1) -> int:
     """Read every byte of a contiguous array and return a sum: what memory can deliver, for benchmarks."""

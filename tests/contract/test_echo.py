@@ -313,7 +313,7 @@ def test_outputs_give_the_norm_of_what_the_projection_makes_of_a_value():
     weight = model.model.layers[2].self_attn.o_proj.weight.detach().unflatten(1, (4, 16))
     found = outputs_of(model, [2])[2]
     for head in range(4):
-        assert torch.allclose((v @ found[head].T).norm(dim=-1), (v @ weight[:, head].T).norm(dim=-1), rtol=1e-4)
+        assert torch.allclose((v @ found[head]).norm(dim=-1), (v @ weight[:, head].T).norm(dim=-1), rtol=1e-4)
 
 
 def test_a_model_whose_projection_is_not_found_is_told_what_to_do(monkeypatch):

@@ -10,6 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from kvstrata.core import InputError
+
 from ..cli.conftest import kvstrata
 
 pytestmark = [
@@ -89,19 +91,46 @@ def test_gsm8k_runs_on_files_at_hand(folder, local):
     assert all(row["n"] == 2 for row in rows)
 
 
-def test_a_length_cuts_prompts(folder, local, monkeypatch):
+@pytest.mark.parametrize("length", [300, 10**6])
+def test_a_length_cuts_prompts_and_never_exceeds_the_model(folder, local, monkeypatch, tmp_path, length):
     from kvstrata.evaluate.harness import StrataLM
 
-    read, generate = [], StrataLM._model_generate
+    found, generate = [], StrataLM._model_generate
 
     def recorded(self, context, max_length, *args, **kwargs):
-        read.append((context.shape[1], max_length))
+        found.append((context.shape[1], self.max_length))
         return generate(self, context, max_length, *args, **kwargs)
 
     monkeypatch.setattr(StrataLM, "_model_generate", recorded)
     options = ["--model", folder, "--policy", "full", "--contexts", 1, "--data", local, "--no-controls"]
-    assert kvstrata("evaluate", "--lm-eval", "gsm8k", *options, "--length", 300).exit_code == 0
-    assert read == [(44, 300)]  # 256 are for the answer
+    done = kvstrata("evaluate", "--lm-eval", "gsm8k", *options, "--length", length, "--out", tmp_path)
+    assert done.exit_code == 0, done.exception
+    limit = min(length, lm(folder).max_length)
+    assert [most for _, most in found] == [limit]
+    assert found[0][0] <= limit - 256  # tokens of the answer
+    assert length != 300 or found[0][0] == 44
+
+
+def test_a_length_without_room_for_an_answer_is_refused(folder, local, tmp_path):
+    options = ["--model", folder, "--policy", "full", "--contexts", 1, "--data", local, "--no-controls"]
+    done = kvstrata("evaluate", "--lm-eval", "gsm8k", *options, "--length", 64, "--out", tmp_path)
+    assert isinstance(done.exception, InputError)
+    assert "256" in str(done.exception)
+
+
+def test_an_answer_longer_than_the_length_leaves_one_token_of_the_context(folder, monkeypatch):
+    read = []
+
+    def noted(*args, **kwargs):
+        read.extend(len(context) for context in args[2])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvstrata.evaluate.harness.read", noted)
+    model = lm(folder, length=64)
+    for answer in (63, 64, 70):
+        with pytest.raises(KeyboardInterrupt):
+            model._loglikelihood_tokens([(None, list(range(500)), list(range(answer)))])
+    assert read == [1, 1, 1]
 
 
 def test_the_harness_s_own_command_knows_our_model(folder, local):

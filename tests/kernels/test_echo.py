@@ -118,6 +118,19 @@ def test_a_query_that_saw_nothing_shares_all_among_its_band(kernels):
     agree(got, truth(*inputs, scale=0.3, **options))
 
 
+@pytest.mark.parametrize("score", [60.0, 90.0, 200.0, 260.0])
+def test_a_sink_above_what_a_query_saw_leaves_nothing_of_it(kernels, score):
+    """As may be where sinks were coded after their queries had seen them."""
+    q, sinks = torch.zeros(1, 1, 1, 8), torch.zeros(1, 1, 1, 8)
+    q[..., 0], sinks[..., 0] = 1.0, score
+    turn = Turn(torch.zeros(4), torch.ones(4))  # the turned sink scores 0, as the key does
+    options = {"turn": turn, "first": 10, "before": 0, "band": Band(0, 0)}
+    got = echo(
+        q, torch.zeros(1, 1, 1, 8), sinks, torch.zeros(1, 1, 1), softmax=Softmax(1.0), kernels=kernels, **options
+    )
+    assert got.item() == pytest.approx(math.log(0.5), abs=1e-5)
+
+
 def test_what_is_taken_off_may_be_nothing_or_all(kernels):
     inputs, options = made(CASES[1])
     plain = echo(*inputs, softmax=Softmax(0.3), kernels=kernels, **{**options, "less": None})

@@ -191,6 +191,24 @@ def test_append_move_and_gather(data):
 
 @given(st.data())
 @settings(max_examples=2_000, phases=[Phase.generate])
+def test_echo_and_norms(data):
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16]))
+    q = torch.randn(BATCH, HEADS * GROUP, QUERIES, DIM).to(dtype)
+    k, sinks = (torch.randn(BATCH, HEADS, n, DIM).to(dtype) for n in (9, 4))
+    asks = {"q": q, "k": k, "sinks": sinks, "lse": torch.randn(q.shape[:3]), "less": torch.randn(BATCH, HEADS, QUERIES)}
+    asks |= {"cos": torch.ones(DIM // 2), "sin": torch.zeros(DIM // 2), "best_out": torch.empty(*q.shape[:2], 9)}
+    asks |= {"scale": 1.0, "neighbours": data.draw(st.booleans()), "first": 0, "low": -2, "high": 2, "before": 6}
+    asks |= {"skip": 1, "softcap": 0.0, "threads": 2}
+    norms = {"outputs": torch.randn(HEADS * GROUP, DIM, DIM), "v": k, "threads": 2}
+    norms["norms_out"] = torch.empty(BATCH, HEADS, GROUP, 9)
+    for given_args, function in ((asks, _native.echo), (norms, _native.output_norms)):
+        for name in data.draw(some(given_args, 2)):
+            given_args[name] = data.draw(wrong(given_args[name]))
+        attempt(function, **given_args)
+
+
+@given(st.data())
+@settings(max_examples=2_000, phases=[Phase.generate])
 def test_arenas_and_pages(data):
     codec = data.draw(st.sampled_from([None, *CODECS]))
     first = {"dtype": "bfloat16", "codec": codec, "k_dim": DIM, "v_dim": DIM}

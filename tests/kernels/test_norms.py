@@ -34,7 +34,7 @@ def made(batch, heads, group, values, dim):
 
 
 def truth(outputs, v):
-    product = torch.einsum("hgij,bhsj->bhgsi", outputs.double().unflatten(0, (v.shape[1], -1)), v.double())
+    product = torch.einsum("hgji,bhsj->bhgsi", outputs.double().unflatten(0, (v.shape[1], -1)), v.double())
     return product.norm(dim=-1)
 
 
@@ -51,6 +51,15 @@ def test_every_implementation_agrees_with_a_plain_product(kernels, case, dtype):
 def test_no_values_have_no_norms(kernels):
     outputs, v = made(1, 2, 2, 4, 16)
     assert output_norms(outputs, v[:, :, :0], kernels).shape == (1, 2, 2, 0)
+
+
+@pytest.mark.parametrize("dim", [8, 13, 24, 64])
+def test_an_infinite_value_is_infinite(kernels, dim):
+    outputs, v = made(1, 1, 1, 9, dim)
+    v[0, 0, 2, 0] = math.inf
+    got = output_norms(outputs.abs(), v.abs(), kernels)[0, 0, 0]
+    assert got.isinf().nonzero().flatten().tolist() == [2]
+    assert got.isfinite().sum() == 8
 
 
 def test_a_nan_value_spoils_no_other(kernels):

@@ -180,6 +180,14 @@ def test_the_same_input_gives_the_same_answer_and_stays_as_it_was(pooled, case):
     assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(case, before, strict=True))
 
 
+@pytest.mark.parametrize("shape", [(0, 2, 5), (0, 2, 0), (1, 0, 0), (1, 2, 0)], ids=str)
+@pytest.mark.parametrize("pooled", [False, True])
+def test_nothing_stays_of_nothing(shape, pooled):
+    none = torch.zeros(shape, dtype=torch.bool)
+    cap = torch.ones(shape[:2], dtype=torch.long)
+    assert select(torch.zeros(shape), torch.zeros(shape, dtype=torch.long), cap, none, none, pooled).shape == shape
+
+
 @pytest.mark.parametrize("units", [10, 5000], ids=["few", "many"])
 @pytest.mark.parametrize("score", [0.0, NAN, INF, -INF], ids=str)
 def test_ties_go_to_the_later_position(units, score):

@@ -60,6 +60,7 @@ class StrataLM(HFLM):
         policy: str = "full",
         budget: str | None = None,
         kernels: str = "auto",
+        length: int | None = None,
         **options: Any,
     ) -> None:
         self._policy = parse_policy(policy.replace(";", ","))
@@ -68,6 +69,8 @@ class StrataLM(HFLM):
         self._held, self._full = 0, 0
         source = str(demo_model()) if isinstance(pretrained, str) and pretrained == DEMO else pretrained
         super().__init__(pretrained=source, **{"device": "cpu", **options, "logits_cache": False})
+        if length is not None:  # longer prompts lose their beginning
+            self._max_length = min(length, self.max_length)
         self._options: dict[str, Any] = {"kernels": kernels, "tokenizer": self.tokenizer}
 
     @property
@@ -103,7 +106,7 @@ class StrataLM(HFLM):
 
     def _score(self, requests: list[Any]) -> list[tuple[float, bool]]:
         answers = [list(request[2]) for request in requests]
-        contexts = [list(r[1])[-(self.max_length - len(r[2])) :] for r in requests]
+        contexts = [list(r[1])[-max(1, self.max_length - len(r[2])) :] for r in requests]
         with compress(self.model, self._policy, **self._options) as cache:
             last, mask = read(self.model, {self._policy.name: cache}, contexts)
             self._note(cache)
@@ -132,13 +135,8 @@ def run_lm_eval(names: Sequence[str], asked: Sequence[Asked], job: Job, folder: 
         raise InputError(f"lm-evaluation-harness has no task {', '.join(unknown)}; `lm_eval ls tasks` lists them")
     model, tokenizer = load_model(job.model, job.dtype, job.device)
     about = {"tasks": tasks, "model": weights_digest(model, job.model or DEMO), "dtype": str(model.dtype)}
-    about |= {
-        "contexts": settings.contexts,
-        "length": settings.length,
-        "seed": settings.seed,
-        "kernels": job.kernels,
-        "device": job.device,
-    }
+    about |= {"contexts": settings.contexts, "seed": settings.seed, "kernels": job.kernels, "device": job.device}
+    about |= {"length": settings.length} if settings.length else {}
     about |= {"lm_eval": version("lm_eval"), "data": _hashes(settings.data)}
     texts = {digest(read_text(file)) for file in _files(settings.data)}
     rows: list[dict[str, Any]] = []
@@ -148,8 +146,7 @@ def run_lm_eval(names: Sequence[str], asked: Sequence[Asked], job: Job, folder: 
         path = folder / f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]}.json"
         if not path.is_file():
             options: dict[str, Any] = {"tokenizer": tokenizer, "batch_size": job.batch or 1}
-            options |= {"max_length": settings.length}  # longer ones lose their beginning
-            lm = StrataLM(model, one.policy, one.budget, job.kernels, **options)
+            lm = StrataLM(model, one.policy, one.budget, job.kernels, settings.length, **options)
             found = _evaluated(lm, tasks, settings, manager)
             _write(path, {**key, **HOW, "share_held": lm.share_held, "rows": found, **provenance()})
         rows += _rows(path, one)
@@ -178,7 +175,7 @@ def _evaluated(lm: StrataLM, tasks: list[str], settings: Settings, manager: Any)
     try:
         with contextlib.redirect_stdout(sys.stderr):
             results: Any = simple_evaluate(cast(Any, lm), tasks=cast(Any, tasks), **options)
-    except ValueError as error:
+    except (ValueError, AssertionError) as error:  # a length without room for an answer is the latter
         raise InputError(f"lm-evaluation-harness: {error}") from error
     rows: list[dict[str, Any]] = []
     for task, values in results["results"].items():

@@ -80,7 +80,7 @@ def _rotary(policy: Policy, model: PreTrainedModel) -> Rotary | None:
 
 
 def outputs_of(model: PreTrainedModel, layers: Sequence[int]) -> Mapping[int, Tensor]:
-    """[H*G, Dv, Dv] fp32 of each layer, such that |outputs[g] @ v| is the norm of what the model adds for v of head g.
+    """[H*G, Dv, Dv] fp32 of each layer, such that |v @ outputs[g]| is the norm of what the model adds for v of head g.
 
     Raises `UnsupportedModelError` where the projection behind attention is not found.
     """
@@ -132,9 +132,9 @@ def _weight(projection: nn.Module) -> Tensor:
 
 
 def _triangular(weight: Tensor, heads: int) -> Tensor:
-    """Of the columns [out, D] of each head a square matrix [heads, D, D] under which vectors have the same norm."""
+    """Of the columns [out, D] of each head a square matrix [heads, D, D] with which v @ it has the same norm."""
     columns = weight.unflatten(1, (heads, -1)).movedim(1, 0)  # [heads, out, D]
     square = torch.zeros(heads, columns.shape[2], columns.shape[2], device=weight.device)
     upper = torch.linalg.qr(columns, mode="r").R
-    square[:, : upper.shape[1]] = upper
+    square[:, :, : upper.shape[1]] = upper.mT
     return square

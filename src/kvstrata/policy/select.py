@@ -22,11 +22,13 @@ def select(u: Tensor, position: Tensor, cap: Tensor, protected: Tensor, valid: T
         total = cap.expand(u.shape[:2]).sum(dim=1, keepdim=True)
         flat = [t.flatten(1)[:, None] for t in (u, position, protected, valid)]
         return select(flat[0], flat[1], total, flat[2], flat[3]).view(u.shape)
+    if not u.numel():
+        return valid.clone()
     u = u.double().nan_to_num_(nan=NAN, posinf=INFINITY, neginf=-INFINITY)
     u = u.masked_fill_(protected, torch.inf)
     count = torch.maximum(cap, protected.sum(dim=-1)).clamp_min_(1)  # [B, H]
     excess = valid.sum(dim=-1) - count
-    if not excess.numel() or int(excess.max()) <= 1:  # the usual decode step: one goes, and nothing need be sorted
+    if int(excess.max()) <= 1:  # the usual decode step: one goes, and nothing need be sorted
         u = u.masked_fill_(~valid, torch.inf)
         worst = u == u.amin(dim=-1, keepdim=True)
         oldest = position.masked_fill(~worst, torch.iinfo(position.dtype).max).argmin(dim=-1, keepdim=True)

@@ -102,7 +102,10 @@ float without_sinks(const Echo& echo, const float* q, const float* own, int64_t 
   score(echo, q, own, int(round_up(echo.sink_count, AT_ONCE)), s);
   hide(s, int(seen < echo.sink_count ? seen : echo.sink_count), whole(echo.sink_count));
   Vec sum = set(0.0f);
-  for (int i = 0; i < whole(echo.sink_count); i += LANES) sum = sum + exp2(load(s + i) - set(lse));
+  for (int i = 0; i < whole(echo.sink_count); i += LANES) {
+    const Vec less = maximum(set(0.0f), set(lse) - load(s + i));  // in this order NaN stays NaN; no sink is all there is
+    sum = sum + exp2(set(0.0f) - less);
+  }
   return lse + std::log2(most(1.0f - reduce_add(sum), LEAST_REST));
 }
 
@@ -120,7 +123,7 @@ float log_sum(float rest, const float* s, int n) {
 void echo(const Echo& echo, int64_t first, int64_t last, float* best, char* scratch) {
   const Dense& dense = echo.dense;
   const int64_t size = row_size(echo), reach = echo.width - 1;
-  const int sinks = whole(echo.sink_count), size_of_row = dense.dim * item_size(dense.dtype);
+  const int sinks = whole(echo.sink_count), query_bytes = dense.dim * item_size(dense.dtype);
   float* q = reinterpret_cast<float*>(scratch);
   float *own = q + size, *later = own + sinks * size, *keys = later + sinks * size;
   for (int i = 0; i < sinks; ++i) {
@@ -142,7 +145,7 @@ void echo(const Echo& echo, int64_t first, int64_t last, float* best, char* scra
       alignas(64) float s[SCORES];  // of the sinks, then of the band
       float* band = s + sinks;
       const char* query = dense.q + g * dense.head_bytes + r * dense.query_bytes;
-      for (int64_t i = 0; i < size_of_row; i += 64) prefetch(query + AHEAD * dense.query_bytes + i);
+      for (int64_t i = 0; i < query_bytes; i += 64) prefetch(query + AHEAD * dense.query_bytes + i);
       load_padded(query, echo, dense.factor, q);
       score(echo, q, later, int(round_up(echo.sink_count, AT_ONCE)), s);
       hide(s, echo.sink_count, sinks);

@@ -2,7 +2,6 @@
 #include "norms.h"
 
 #include <algorithm>
-#include <vector>
 
 #include "arrays.h"
 #include "bindings.h"
@@ -13,17 +12,6 @@
 namespace kvstrata {
 
 namespace {
-
-// outputs [heads, dim, dim], each transposed and its rows filled up with zeros.
-std::vector<float> turned(const float* outputs, int64_t heads, int64_t dim, int64_t width) {
-  std::vector<float> to(heads * dim * width);
-  for (int64_t g = 0; g < heads; ++g) {
-    for (int64_t i = 0; i < dim; ++i) {
-      for (int64_t d = 0; d < dim; ++d) to[(g * dim + d) * width + i] = outputs[(g * dim + i) * dim + d];
-    }
-  }
-  return to;
-}
 
 void output_norms(nb::handle outputs, nb::handle v, nb::handle norms_out, int threads) {
   const Array matrices = view(outputs, "outputs"), values = view(v, "v"), out = view(norms_out, "norms_out");
@@ -45,13 +33,11 @@ void output_norms(nb::handle outputs, nb::handle v, nb::handle norms_out, int th
   const NormKernels& kernels = *isa().norms;
   nb::gil_scoped_release without_gil;
 
-  const int64_t width = round_up(dim, NORM_LANES);
-  const std::vector<float> all = turned(matrices.as<float>(), matrices.shape[0], dim, width);
   const auto of = [&](int64_t segment) {
     const int64_t row = segment / heads, head = segment % heads;
     const char* first = values.data + (row * values.stride[0] + head * values.stride[1]) * values.item;
     return Norms{dtype, int(dim), int(group), first, values.stride[2] * values.item,
-                 all.data() + head * group * dim * width, width};
+                 matrices.as<float>() + head * group * dim * dim};
   };
   const int64_t segments = batch * heads, items = segments * ((count + NORM_VALUES - 1) / NORM_VALUES);
   const ThreadScratch scratch(kernels.scratch_bytes(of(0)), std::min<int64_t>(threads, items));
@@ -67,7 +53,7 @@ void output_norms(nb::handle outputs, nb::handle v, nb::handle norms_out, int th
 void bind_norms(nb::module_& m) {
   using namespace nb::literals;
   m.def("output_norms", &output_norms, "outputs"_a, "v"_a, "norms_out"_a, nb::kw_only(), "threads"_a = 1,
-        "Norms of outputs [H*G, D, D] times values v [B, H, S, D], to norms_out [B, H, G, S].");
+        "Norms of values v [B, H, S, D] times outputs [H*G, D, D], to norms_out [B, H, G, S].");
 }
 
 }  // namespace kvstrata

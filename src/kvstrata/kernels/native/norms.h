@@ -9,10 +9,9 @@ namespace kvstrata {
 struct Norms {
   DType dtype;
   int dim, group;
-  const char* v;        // [dim] rows, dense
-  int64_t row_bytes;    // from one to the next
-  const float* turned;  // [group, dim, width]: row d has what channel d adds to each of the outputs, zeros behind them
-  int64_t width;        // a multiple of NORM_LANES, at least dim
+  const char* v;         // [dim] rows, dense
+  int64_t row_bytes;     // from one to the next
+  const float* outputs;  // [group, dim, dim]: row d has what channel d adds to each of the outputs
 };
 
 struct NormKernels {
@@ -22,6 +21,5 @@ struct NormKernels {
 };
 
 constexpr int64_t NORM_VALUES = 192;  // of an item
-constexpr int NORM_LANES = 16;        // of the widest set
 
 }  // namespace kvstrata

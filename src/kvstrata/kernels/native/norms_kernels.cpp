@@ -17,13 +17,13 @@ constexpr int ROWS = LANES == 16 ? 6 : 4, WIDE = LANES == 16 ? 4 : 2;
 
 int64_t scratch_bytes(const Norms& norms) { return int64_t(ROWS) * norms.dim * int64_t(sizeof(float)); }
 
-// sum[r] += squares of outputs c .. c + N * LANES of value r.
+// sum[r] += squares of outputs c .. c + N * LANES - 1 of value r.
 template <int N>
-void add_squares(const Norms& norms, const float* values, const float* turned, int64_t c, Vec* sum) {
+void add_squares(const Norms& norms, const float* values, const float* outputs, int c, Vec* sum) {
   Vec out[ROWS][N] = {};
   for (int d = 0; d < norms.dim; ++d) {
     Vec w[N];
-    for (int n = 0; n < N; ++n) w[n] = load(turned + d * norms.width + c + n * LANES);
+    for (int n = 0; n < N; ++n) w[n] = load(outputs + d * norms.dim + c + n * LANES);
     for (int r = 0; r < ROWS; ++r) {
       const Vec x = set(values[r * norms.dim + d]);
       for (int n = 0; n < N; ++n) out[r][n] = fma(x, w[n], out[r][n]);
@@ -32,6 +32,13 @@ void add_squares(const Norms& norms, const float* values, const float* turned, i
   for (int r = 0; r < ROWS; ++r) {
     for (int n = 0; n < N; ++n) sum[r] = fma(out[r][n], out[r][n], sum[r]);
   }
+}
+
+// The square of output c of one value.
+float square(const Norms& norms, const float* value, const float* outputs, int c) {
+  float out = 0.0f;
+  for (int d = 0; d < norms.dim; ++d) out += value[d] * outputs[d * norms.dim + c];
+  return out * out;
 }
 
 void norms(const Norms& norms, int64_t first, int64_t last, float* to, int64_t stride, char* scratch) {
@@ -43,12 +50,16 @@ void norms(const Norms& norms, int64_t first, int64_t last, float* to, int64_t s
       load_row(norms.v + row * norms.row_bytes, norms.dtype, norms.dim, 1.0f, values + r * norms.dim);
     }
     for (int g = 0; g < norms.group; ++g) {
-      const float* turned = norms.turned + g * norms.dim * norms.width;
+      const float* outputs = norms.outputs + int64_t(g) * norms.dim * norms.dim;
       Vec sum[ROWS] = {};
-      int64_t c = 0;
-      for (; c + WIDE * LANES <= norms.width; c += WIDE * LANES) add_squares<WIDE>(norms, values, turned, c, sum);
-      for (; c < norms.width; c += LANES) add_squares<1>(norms, values, turned, c, sum);
-      for (int r = 0; r < rows; ++r) to[g * stride + at + r] = std::sqrt(reduce_add(sum[r]));
+      int c = 0;
+      for (; c + WIDE * LANES <= norms.dim; c += WIDE * LANES) add_squares<WIDE>(norms, values, outputs, c, sum);
+      for (; c + LANES <= norms.dim; c += LANES) add_squares<1>(norms, values, outputs, c, sum);
+      for (int r = 0; r < rows; ++r) {
+        float total = reduce_add(sum[r]);
+        for (int over = c; over < norms.dim; ++over) total += square(norms, values + r * norms.dim, outputs, over);
+        to[g * stride + at + r] = std::sqrt(total);
+      }
     }
   }
 }

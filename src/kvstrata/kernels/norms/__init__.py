@@ -2,8 +2,8 @@
 
 output_norms(outputs, v, kernels) -> Tensor [B, H, G, S] fp32
 
-outputs [H*G, D, D] fp32 are such that the norm of outputs[g] @ v is that of what query head g's part of the output
-projection makes of v [B, H, S, D].
+outputs [H*G, D, D] fp32 are such that the norm of v @ outputs[g] is that of what query head g's part of the output
+projection makes of a value v, [B, H, S, D] all of them.
 """
 
 from __future__ import annotations
