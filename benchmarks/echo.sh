@@ -15,7 +15,7 @@ run --task needle --budget 25%,10% --policy "random:heads=$heads,keydiff:heads=$
 run --task needle --budget 25%,10%,5% --policy echo,echo:weight=u+,echo:weight=u --no-controls
 run --task needle --budget 10%,5% --policy echo:window=8,echo:window=128 --no-controls
 run --task needle --policy echo:tau=-2.6314,echo:tau=0.2599,echo:tau=1.956 --no-controls
-for length in 1000 4000; do
+for length in 1000 4000 7600; do
   run --task needle --length "$length" --budget 25%,10% --policy echo,keydiff,kvzap:file=linear,window=32 --no-controls
 done
 run --task ppl,faithful --length 512 --budget 50%,25%,10% \
