@@ -30,18 +30,6 @@ CASES = [
 ]
 cases = pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(map(str, c)).replace(" ", ""))
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-KERNELS = ["reference", *([] if _native is None else _native.isas())]
-
-
-@pytest.fixture(params=KERNELS)
-def kernels(request):
-    if request.param == "reference":
-        yield "reference"
-        return
-    before = _native.isa()
-    _native._force_isa(request.param)
-    yield "native"
-    _native._force_isa(before)
 
 
 def made(case, dtype=torch.float32):

@@ -15,18 +15,6 @@ except ImportError:
     _native = None
 
 CASES = [(1, 1, 1, 1, 8), (2, 2, 3, 40, 16), (1, 3, 3, 700, 64), (1, 2, 1, 5, 80), (1, 1, 2, 12, 13), (1, 1, 7, 9, 256)]
-KERNELS = ["reference", *([] if _native is None else _native.isas())]
-
-
-@pytest.fixture(params=KERNELS)
-def kernels(request):
-    if request.param == "reference":
-        yield "reference"
-        return
-    before = _native.isa()
-    _native._force_isa(request.param)
-    yield "native"
-    _native._force_isa(before)
 
 
 def made(batch, heads, group, values, dim):
