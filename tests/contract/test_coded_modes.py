@@ -19,7 +19,7 @@ CODED = {
     "plus": "confkv+:high=40,low=80,tau=0.31,window=8,room=4",
     "pages": "h2o:budget=70%,codec=int8,exact=16",
     "before": "full:codec=int4,group=8,key_space=pre,exact=16",
-    "turned": "tova:budget=60%,codec=k4v2,exact=8",
+    "turned": "tova:budget=60%,codec=k4v2,exact=8,corrected=yes",
 }
 each = pytest.mark.parametrize("policy", CODED.values(), ids=CODED)
 LONG = ("plus", "before", "turned")  # whose kinds of tiers the others have too

@@ -186,6 +186,7 @@ def test_keys_before_rotary_positions_need_a_rotation_that_can_be_undone():
         ("h2o:codec=int4,group=8", "only dropped together"),
         ("h2o:codec=int8,group=8", "leave it out"),
         ("full:codec=int8,key_space=pre", "leave it out"),
+        ("qevict:corrected=yes", "is for rot4, k4v2 and k2v2"),
         ("confkv:window=0", "1 or more"),
     ],
 )

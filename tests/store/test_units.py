@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvstrata.cache.stored import attend_stored
+from kvstrata.cache.stored import MOST_OFF, attend_stored, lse_of, mass_of
 from kvstrata.core import Column, Plan, Tier
 from kvstrata.kernels.attention import Softmax
 from kvstrata.kernels.codec import INT2, INT4, INT8_RUNNING, K2V2, K4V2
@@ -327,3 +327,70 @@ def test_a_running_grid_never_clips_and_errors_stay_small():
     for p, i in zip(store.column("position")[0, 0].tolist(), range(store.width), strict=True):
         if store.valid()[0, 0, i]:
             assert bool(((store.dense("k")[0, :, i] - kept[p]).abs() <= 5.5 * step + 1e-6).all())
+
+
+class Corrected:
+    """Keys of one row and two heads, the oldest 256 of 320 coded in 2 bits, and two queries per head that see all."""
+
+    dim, count, scale = 64, 256, 0.125
+
+    def __init__(self, gain, kernels="reference", corrected=True):
+        codec = replace(K2V2, corrected=corrected)
+        self.store = LayerStore(0, [], False, Account(), kernels=kernels, codecs={Tier.INT2: codec})
+        self.k, v = torch.randn(2, 1, HEADS, 320, self.dim)
+        self.q = gain * torch.randn(1, HEADS * GROUP, 1, self.dim)
+        self.store.append(self.k, v, [320], [0], 0)
+        coded = (torch.arange(320) < self.count).expand(1, 1, -1)
+        self.store.apply(Plan(torch.where(coded, int(Tier.INT2), int(Tier.EXACT)).to(torch.uint8)))
+
+    def attend(self):
+        return attend_stored(self.store, self.q, [1], Softmax(self.scale), Reduction(1), None)
+
+    def log_mass(self, k, less=0.0):
+        """Log of what the coded keys get [H*G] beside the exact ones, where scores of k [H, N, D] lose `less`."""
+        scores = self.scale * self.q[0].unflatten(0, (HEADS, GROUP)).squeeze(2) @ k[0].transpose(1, 2)
+        scores[..., : self.count] -= less
+        return (scores[..., : self.count].logsumexp(-1) - scores.logsumexp(-1)).flatten()
+
+    def measured(self):
+        position, mass = self.store.column("position")[0, 0], self.attend().mass[0]
+        return mass[:, self.store.valid()[0, 0] & (position < self.count)].sum(dim=-1)
+
+
+def steps(k):
+    """Steps [H, N] of the 2-bit grids of turned keys [H, N, D] without their mean, in plain torch."""
+    turned = hadamard(k - k.mean(dim=1, keepdim=True))
+    return (turned.amax(dim=-1) - turned.amin(dim=-1)) / 3
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("gain", [1.0, 8.0])  # the second beyond what may be taken off
+def test_what_rounded_keys_gain_is_taken_off(kernels, gain):
+    made = Corrected(gain, kernels)
+    coded = made.store.dense("k")
+    order = made.store.column("position")[0, 0].masked_fill(~made.store.valid()[0, 0], 999).argsort()[:320]
+    less = made.scale**2 * made.q[0].square().sum(-1).view(HEADS, GROUP, 1) * steps(made.k[0, :, :256])[:, None] ** 2
+    less /= 24
+    assert (less.max() > MOST_OFF) == (gain == 8)
+    less *= (MOST_OFF / less.amax(dim=-1, keepdim=True)).clamp(max=1)
+    found = made.measured()
+    expected = made.log_mass(coded[:, :, order], less).exp().view(HEADS, GROUP).mean(dim=1)
+    assert torch.allclose(found, expected, atol=1e-4)
+    queries = [made.q[0]]
+    softmax = Softmax(made.scale)
+    again = mass_of(made.store, queries, softmax, Reduction(1))
+    assert torch.allclose(again, made.attend().mass, atol=1e-5)
+    assert torch.allclose(lse_of(made.store, queries, softmax)[0], made.attend().lse[0], atol=1e-4)
+
+
+def test_a_correction_leaves_less_of_the_error_in_mass():
+    """On Gaussian keys, which is what turned ones are like, scores of standard deviation 2."""
+    errors = {True: [], False: []}
+    for seed in range(20):
+        for corrected in errors:
+            torch.manual_seed(seed)
+            made = Corrected(2.0, corrected=corrected)
+            true = made.log_mass(made.k).exp().view(HEADS, GROUP).mean(dim=1)
+            errors[corrected].append(float((made.measured() - true).mean()))
+    bias = {corrected: abs(sum(found) / len(found)) for corrected, found in errors.items()}
+    assert bias[True] < 0.3 * bias[False]

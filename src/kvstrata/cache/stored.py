@@ -24,6 +24,7 @@ from kvstrata.kernels.mass import (
 from kvstrata.store import Block, LayerStore
 
 MOST_ROWS = 16  # queries of one forward up to which paged kernels serve; more are a prompt, which torch does better
+MOST_OFF = 1.0  # nats that a correction takes off a score: sharp heads see a few keys, not their average
 
 
 def attend_stored(
@@ -95,9 +96,10 @@ def _attend_blocks(
         if new == 0:
             continue
         heads = slice(block.heads.start * group, block.heads.stop * group)
-        part, of = q[block.rows, heads, -new:], _of_heads(softmax, heads)
+        of = _of_heads(softmax, heads)
+        part, k = _corrected(q[block.rows, heads, -new:], block, of)
         mine = None if own is None else own[block.rows, -new:, -new:]
-        done = attend(part, block.k, block.v, softmax=of, reduction=reduction, own=mine, kernels=store.kernels)
+        done = attend(part, k, block.v, softmax=of, reduction=reduction, own=mine, kernels=store.kernels)
         out[block.rows, heads, -new:] = done.out
         if lse is None or done.lse is None:
             lse = None
@@ -125,7 +127,8 @@ def mass_of(store: LayerStore, queries: list[Tensor], softmax: Softmax, reductio
         q = q[:, :, q.shape[2] - reduction.last(q.shape[2]) :]
         if q.shape[2] == 0:
             continue
-        k = block.k[:, :, : block.k.shape[2] - newer]
+        q, k = _corrected(q, block, of)
+        k = k[:, :, : k.shape[2] - newer]
         sums = native if store.kernels == "native" else ref
         lse = sums.column_lse(q, k, scale=of.scale, softcap=of.softcap, sinks=of.sinks)
         if isinstance(reduction, Moments):
@@ -164,12 +167,26 @@ def lse_of(store: LayerStore, queries: list[Tensor], softmax: Softmax) -> list[T
         of, q = _of_heads(softmax, heads), queries[row][None, heads]
         sums = native if store.kernels == "native" else ref
         seen = min(q.shape[2], block.k.shape[2])  # a row may hold fewer entries than it has queries
-        part = sums.column_lse(
-            q[:, :, q.shape[2] - seen :], block.k, scale=of.scale, softcap=of.softcap, sinks=of.sinks
-        )
-        lse[row][heads, : q.shape[2] - seen] = -torch.inf
-        lse[row][heads, q.shape[2] - seen :] = part[0]
+        q, k = _corrected(q[:, :, q.shape[2] - seen :], block, of)
+        part = sums.column_lse(q, k, scale=of.scale, softcap=of.softcap, sinks=of.sinks)
+        lse[row][heads, : lse[row].shape[1] - seen] = -torch.inf
+        lse[row][heads, lse[row].shape[1] - seen :] = part[0]
     return lse
+
+
+def _corrected(q: Tensor, block: Block, softmax: Softmax) -> tuple[Tensor, Tensor]:
+    """Queries [b, h*G, R, D] and keys of a block, with a channel more where scores of coded keys are corrected.
+
+    Rounding with variance s in each channel of a key multiplies exp(scale * q . k) by exp(scale^2 |q|^2 s / 2) on
+    average. That much is taken off, but no more than MOST_OFF.
+    """
+    if block.noise is None:
+        return q, block.k
+    most = 2 * MOST_OFF / softmax.scale**2 / block.noise.amax(dim=-1).clamp_min(1e-30)  # of |q|^2, [b, h]
+    most = most.repeat_interleave(q.shape[1] // block.k.shape[1], dim=1)[..., None, None]
+    norm = q.float().square().sum(dim=-1, keepdim=True).minimum(most)
+    less = block.noise[..., None] / -2
+    return torch.cat([q, (softmax.scale * norm).to(q.dtype)], dim=-1), torch.cat([block.k, less.to(block.k.dtype)], -1)
 
 
 def _no_mass(store: LayerStore, device: torch.device) -> Tensor:

@@ -114,7 +114,7 @@ def read_policy(path: Path) -> Policy:
     return Policy(str(table.get("name", path.stem)), tuple(_row(str(key), value) for key, value in rows.items()))
 
 
-TIERING = ("codec", "exact", "group", "key_space")  # options of every preset and rule
+TIERING = ("codec", "exact", "group", "key_space", "corrected")  # options of every preset and rule
 CODED_ROOM = 16  # tokens to make room for at once behind codec=, where each drop rewrites a coded page
 PROMPT = "prompt"  # of every preset: keep, for a budget of what is generated alone
 HEADS = "heads"  # of every preset that has no such option of its own: a file of kvstrata calibrate heads

@@ -34,6 +34,7 @@ class Coding:
     group: int = 64
     key_space: KeySpace = "post"
     ledger: bool = False  # whether entries may become exact again, their codes kept
+    corrected: bool = False  # whether attention takes off what rounded keys gain on average
 
     def __post_init__(self) -> None:
         if self.group not in (4, 8, 16, 32, 64):
@@ -42,6 +43,8 @@ class Coding:
             raise SpecError(f"group={self.group} is for {' and '.join(GROUPED)}: leave it out with codec={self.codec}")
         if self.key_space == "pre" and self.codec.startswith("int8"):
             raise SpecError(f"key_space=pre is for 4 and 2 bits: leave it out with codec={self.codec}")
+        if self.corrected and not CODECS[self.codec][1].rotated:
+            raise SpecError(f"corrected={self.corrected} is for rot4, k4v2 and k2v2: leave it out with {self.codec}")
 
     @property
     def tier(self) -> Tier:
@@ -57,10 +60,16 @@ class Coding:
 @cache  # every step of every layer asks
 def _record(coding: Coding) -> Codec:
     codec = CODECS[coding.codec][1]
-    if (coding.group, coding.key_space, coding.ledger) == (64, "post", False):
+    if coding == Coding(coding.codec):
         return codec
-    name = f"{codec.name}-{coding.group}-{coding.key_space}"
-    return replace(codec, name=name, window=coding.group, key_space=coding.key_space, ledger=coding.ledger)
+    return replace(
+        codec,
+        name=f"{codec.name}-{coding.group}-{coding.key_space}{'-corrected' * coding.corrected}",
+        window=coding.group,
+        key_space=coding.key_space,
+        ledger=coding.ledger,
+        corrected=coding.corrected,
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

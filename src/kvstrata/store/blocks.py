@@ -23,7 +23,8 @@ SAMPLE = 256  # entries of a head that tell whether codes serve
 class Block:
     """A rectangle of rows and heads that hold as many entries: k and v [b, h, n, D].
 
-    `slots` [n] are the places of the entries in the dense forms, None where these are 0 .. n-1.
+    `slots` [n] are the places of the entries in the dense forms, None where these are 0 .. n-1. `noise` [b, h, n] fp32
+    is the variance of rounding in a channel of each key, where attention is to take off what that adds; else None.
     """
 
     rows: slice
@@ -31,6 +32,7 @@ class Block:
     k: Tensor
     v: Tensor
     slots: Tensor | None = None
+    noise: Tensor | None = None
 
     def places(self, n: int) -> slice | Tensor:
         """Where the first n entries stand in the dense forms."""
@@ -80,13 +82,15 @@ def _with_coded(segment: int, exact: ExactTier, coded: Sequence[CodedTier], bloc
     if not coded:
         return block
     k, v = block.k[0, 0], block.v[0, 0]
-    parts, offset = [(k, v, torch.arange(len(k), device=k.device))], exact.width
+    at = torch.arange(len(k), device=k.device)
+    parts, offset = [(k, v, at, at.new_zeros(len(at), dtype=torch.float32))], exact.width
     for tier in coded:
         k, v, at = tier.decoded(segment)
-        parts.insert(-1, (k, v, at + offset))
+        parts.insert(-1, (k, v, at + offset, tier.noise(segment, at)))
         offset += tier.width
-    k, v, slots = (torch.cat(part) for part in zip(*parts, strict=True))
-    return Block(block.rows, block.heads, k[None, None], v[None, None], slots)
+    k, v, slots, noise = (torch.cat(part) for part in zip(*parts, strict=True))
+    corrected = any(tier.corrected for tier in coded)
+    return Block(block.rows, block.heads, k[None, None], v[None, None], slots, noise[None, None] if corrected else None)
 
 
 def key_loss(exact: ExactTier, codec: Codec, rotary: Rotary | None) -> float:

@@ -83,6 +83,12 @@ class CodedTier:
         """Numbers that were infinite or NaN when they were coded."""
         raise NotImplementedError
 
+    @property
+    def corrected(self) -> bool:
+        """Whether attention takes off what rounding adds to scores."""
+        codec = self.arena.format.codec
+        return codec is not None and codec.corrected
+
     def lengths(self) -> list[int]:
         """Entries of every kv segment."""
         return [sum(fills) for fills in self.fills()]
@@ -140,6 +146,12 @@ class CodedTier:
     def _plain(self, segment: int, at: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """What was coded, as attention reads it: k and v [n, D] fp32 of the slots `at`."""
         return k, v
+
+    def noise(self, segment: int, at: Tensor) -> Tensor:
+        """Variance [n] of rounding in a channel of the keys at `at`, where attention takes off what it adds; else 0."""
+        if not self.corrected:
+            return torch.zeros(len(at), device=at.device)
+        return packing.key_noise(self.arena.format, self.arena.read(self.pages[segment])[2]).flatten()[at]
 
     # -- change -------------------------------------------------------------------------------------------------
 

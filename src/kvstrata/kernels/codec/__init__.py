@@ -21,6 +21,7 @@ class Codec:
     running: one grid for all pages of a row and head; it grows when an entry does not fit, and codes are rounded anew.
     rotated: the mean key of a row and head is taken off, and keys and values are turned by a Hadamard matrix.
     key_space: "pre" codes keys before rotary positions. ledger: entries may become exact again, and keep their codes.
+    corrected: attention takes off what rounded keys gain on average; for grids of keys per token alone.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Codec:
     rotated: bool = False
     key_space: KeySpace = "post"
     ledger: bool = False
+    corrected: bool = False
 
     @property
     def unit(self) -> int:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvstrata.kernels import dispatch
 from kvstrata.kernels.codec import ref
-from kvstrata.kernels.codec.ref import Packed, in_pages, pick, reorder
+from kvstrata.kernels.codec.ref import Packed, in_pages, key_noise, pick, reorder
 from kvstrata.kernels.codec.rotation import hadamard
 from kvstrata.kernels.pages import PAGE, Format
 
@@ -60,4 +60,4 @@ def key_loss(format: Format, k: Tensor, before: Tensor) -> float:
     return float((kept - x).square().mean()) / signal
 
 
-__all__ = ["Packed", "in_pages", "key_loss", "pack", "pick", "reorder", "unpack"]
+__all__ = ["Packed", "in_pages", "key_loss", "key_noise", "pack", "pick", "reorder", "unpack"]

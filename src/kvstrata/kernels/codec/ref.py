@@ -136,6 +136,11 @@ def _grids(format: Format, grid: Tensor) -> tuple[list[Tensor], list[Tensor]]:
     return [part.float() for part in keys], [part.float() for part in values]
 
 
+def key_noise(format: Format, grid: Tensor) -> Tensor:
+    """Variance [n, 64] of what rounding does to a channel of each key of n pages, step^2 / 12: grids per token."""
+    return _grids(format, grid)[0][0].square() / 12
+
+
 def _stack(tiles: Tensor, bits: int) -> Tensor:
     """Codes [n, tiles, width, 4] -> bytes [n, ...]: in each the codes of 8 / bits tiles, the first lowest."""
     planes = tiles.unflatten(1, (-1, 8 // bits)).unbind(2)

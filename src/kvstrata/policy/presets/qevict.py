@@ -30,6 +30,7 @@ def qevict(
     every: int = 8,
     code: CodecName = "int2",
     keys: KeySpace = "post",
+    corrected: bool = False,
     decay: float = 1.0,
     per_query: bool = False,
     score: Literal["every-step", "routing-only"] = "every-step",
@@ -51,7 +52,9 @@ def qevict(
         raise SpecError(f"total={total} is what a share is of, but budget={budget} is none: leave out one of the two")
     budget = OfTotal(budget, total) if total is not None and isinstance(budget, Share) else budget
     group = min(window, 64) if code in ("int4", "int2") else 64
-    tiers = Recoverable(Coding(code, group, keys, ledger=True), split, window, every, margin, admit)
+    tiers = Recoverable(
+        Coding(code, group, keys, ledger=True, corrected=corrected), split, window, every, margin, admit
+    )
     scorer = AccumulatedMass(decay, per_query)
     sampled = score == "routing-only"
     rule = Rule(scorer, budget, Token(heads), tiers, Every(every), Protect(FIVE_SINKS, half(32)), sampled)
