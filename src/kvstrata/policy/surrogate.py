@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.nn.functional import gelu, linear
+from torch.nn.functional import linear
 
 from kvstrata.core import SpecError
 from kvstrata.files import whole
@@ -33,10 +33,14 @@ class SurrogateModel:
 
     layers: tuple[tuple[Tensor, ...], ...]
     config: dict[str, Any]
+    _ready: dict[tuple[int, torch.device], list[Tensor]] = field(init=False, repr=False, default_factory=dict[Any, Any])
 
     def __call__(self, layer: int, hidden: Tensor) -> Tensor:
         """hidden [B, Q, hidden] of a layer's attention -> scores [B, H, Q] fp32."""
-        weights = [w.to(hidden.device, torch.float32) for w in self.layers[layer]]
+        weights = self._ready.get((layer, hidden.device))
+        if weights is None:  # as computed with, where this layer runs
+            weights = [w.to(hidden.device, torch.float32) for w in self.layers[layer]]
+            self._ready[layer, hidden.device] = weights
         return predicted(weights, hidden.float()).transpose(1, 2)
 
     @property
@@ -62,6 +66,11 @@ def predicted(weights: Sequence[Tensor], x: Tensor) -> Tensor:
     """Scores [..., H] of hidden states [..., hidden] by the weights of one layer."""
     y = linear(x, weights[0], weights[1])
     return y if len(weights) == 2 else linear(gelu(y), weights[2], weights[3])
+
+
+def gelu(x: Tensor) -> Tensor:
+    """x times the normal distribution up to x; for one token torch's operator takes four times as long on a CPU."""
+    return (x * 0.5) * (torch.erf(x * 0.5**0.5) + 1.0)
 
 
 def shipped(name: str) -> Path:
