@@ -142,13 +142,13 @@ def _lm_eval(job: Job, names: list[str], asked: list[Asked], folder: Path, as_js
         "when compressing; % asked of the tokens"
     )
     for head in ("task", "policy", "asked", "held\n%", "n", "metric", "value", "stderr"):
-        table.add_column(head, no_wrap=True)
+        table.add_column(head, no_wrap=head not in ("task", "metric"), overflow="fold")  # the harness's names are long
     for row in found:
         share = "" if row["share_held"] is None else f"{100 * row['share_held']:.1f}"
         table.add_row(
             *map(str, (row["task"], row["policy"], row["budget"] or "", share, row["n"], row["metric"])),
             f"{row['value']:.3f}",
-            f"{row['stderr']}",
+            f"{row['stderr']:.3f}" if isinstance(row["stderr"], float) else "",
         )
     Console().print(table)
 
